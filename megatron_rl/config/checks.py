@@ -30,10 +30,7 @@ _LARGEST_SEED = 2**32 - 1
 
 
 def contradictions(settings: Settings) -> list[str]:
-    """Return one sentence for each pair of settings in conflict.
-
-    Each sentence has the arithmetic and a fix; the list is empty without conflicts.
-    """
+    """Return a sentence with the arithmetic and a fix for each pair of settings in conflict."""
     run, data, objective, rollout, training = settings.run, settings.data, settings.objective, settings.rollout, settings.training
     supervised = settings.supervised
     found = [
@@ -84,10 +81,7 @@ def gpu_contradictions(settings: Settings, *, environment: Mapping[str, str]) ->
 
 
 def _nccl_ends(sglang: Mapping[str, Any], environment: Mapping[str, str]) -> list[str]:
-    """Compare the NCCL settings of ranks and engines.
-
-    Both are in one group for weight syncs, and NCCL fails in a group with unequal ends.
-    """
+    """Compare the NCCL settings of ranks and engines: NCCL fails in a group with unequal ends."""
     return [
         f"rollout.sglang.{name} is true, with which SGLang sets {variable} to 1 in the engines, but the ranks, which NCCL joins with them, "
         f"have {environment.get(variable, '0')}; set {variable}=1 in the environment of the run, or remove it"

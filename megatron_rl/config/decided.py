@@ -42,10 +42,7 @@ def decide(settings: Settings, *, has_gpus: bool) -> tuple[Settings, tuple[Decis
 
 
 def _memory(training: TrainingSettings, megatron: Mapping[str, Any]) -> Iterator[Decision]:
-    """Yield memory settings that most runs on GPUs need to fit.
-
-    Copies share the optimizer's state, and activations are computed again.
-    """
+    """Yield what most runs on GPUs need to fit: shared optimizer state, activations computed again."""
     if not any("use_distributed_optimizer" in fields for fields in (training.optimizer, training.ddp)):
         reason = "ranks have GPUs, where copies of the model share the optimizer's state"
         yield Decision("training.optimizer.use_distributed_optimizer", True, reason)
@@ -58,10 +55,7 @@ def _memory(training: TrainingSettings, megatron: Mapping[str, Any]) -> Iterator
 def _processes(
     cluster: ClusterSettings, topology: TopologySettings, rollout: RolloutSettings, *, shared: bool, supervised: bool
 ) -> Iterator[Decision]:
-    """Yield numbers of ranks and engines to fill the GPUs of `runtime.cluster`.
-
-    Both take all GPUs in turns where they are `shared`, else each takes half.
-    """
+    """Yield numbers of ranks and engines for all GPUs of `runtime.cluster`, in turns if `shared`, else halves."""
     if cluster.num_nodes is None or cluster.gpus_per_node is None:
         return
     num_gpus, each = cluster.num_nodes * cluster.gpus_per_node, rollout.ranks_per_engine

@@ -38,10 +38,7 @@ GPUS: Mapping[str, Gpu] = {
 
 
 def find_gpu(name: str) -> Gpu:
-    """Return the GPU type called `name`, in any case.
-
-    Raises UserError, with the closest name, for an unknown type.
-    """
+    """Return the GPU type called `name`, in any case. Raises UserError with the closest name."""
     known = {key.lower(): gpu for key, gpu in GPUS.items()}
     if name.lower() in known:
         return known[name.lower()]

@@ -3,8 +3,6 @@
 Shown are the settings of a first run, or of one section.
 """
 
-from collections.abc import Iterator
-
 import click
 
 from megatron_rl.config.messages import closest
@@ -21,10 +19,7 @@ EVERYTHING = "all"
 
 
 class SettingsCommand(click.Command):
-    """A command with settings at the end of the help.
-
-    FIRST_RUN, or the settings of the sections named beside --help.
-    """
+    """A command whose help ends with FIRST_RUN, or with the settings of sections named beside --help."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Keep the words beside --help for `format_epilog`."""
@@ -33,10 +28,7 @@ class SettingsCommand(click.Command):
         return super().parse_args(ctx, args)
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write only a section's settings where a section is named.
-
-        Raises UserError for a word that names no section.
-        """
+        """Write only a section's settings where a section is named. Raises UserError for an unknown section."""
         if not ctx.meta["sections"]:
             super().format_help(ctx, formatter)
         for named in ctx.meta["sections"]:
@@ -45,7 +37,11 @@ class SettingsCommand(click.Command):
                 guess = closest(named, known)
                 meant = f"did you mean {guess}?" if guess else f"known are {', '.join(known)}"
                 raise UserError(f"--help {named} names no section of settings; {meant}")
-            for section, fields in _by_section("" if named == EVERYTHING else f"{named}."):
+            fields_of: dict[str, list[SettingField]] = {}
+            for field in setting_fields():
+                if named == EVERYTHING or field.path.startswith(f"{named}."):
+                    fields_of.setdefault(field.path.rpartition(".")[0], []).append(field)
+            for section, fields in fields_of.items():
                 with formatter.section(f"{section}: {sections()[section].rstrip('.')}"):
                     formatter.write_dl([(field.path, _words(field)) for field in fields], col_max=48)
 
@@ -56,15 +52,6 @@ class SettingsCommand(click.Command):
             formatter.write_dl([(path, _words(fields[path])) for path in FIRST_RUN], col_max=48)
         formatter.write_paragraph()
         formatter.write_text(f"{len(fields) - len(FIRST_RUN)} more are in the sections {', '.join(sections())}.")
-
-
-def _by_section(prefix: str) -> Iterator[tuple[str, list[SettingField]]]:
-    """Yield each section with its settings; only paths that begin with `prefix`."""
-    found: dict[str, list[SettingField]] = {}
-    for field in setting_fields():
-        if field.path.startswith(prefix):
-            found.setdefault(field.path.rpartition(".")[0], []).append(field)
-    yield from found.items()
 
 
 def _words(field: SettingField) -> str:

@@ -109,10 +109,7 @@ def load_decided(path: Path | None, overrides: Sequence[str] = (), *, on_gpus: b
 
 
 def validate_settings(values: Mapping[str, Any], *, origin: str) -> Settings:
-    """Return settings from nested plain values as YAML gives them. Raises UserError.
-
-    `origin` names the source of the values in errors.
-    """
+    """Return settings from nested plain values from `origin`, as YAML gives them. Raises UserError."""
     settings = _validated(values, origin=origin)
     if wrong := contradictions(settings):
         raise joined_error(wrong, origin=origin)
@@ -141,10 +138,7 @@ def _validated(values: Mapping[str, Any], *, origin: str) -> Settings:
 
 
 def dump_settings(settings: Settings) -> str:
-    """Return all settings, defaults included, as YAML text.
-
-    `load_settings` makes equal settings from the text.
-    """
+    """Return all settings, defaults included, as YAML text; `load_settings` makes equal settings from it."""
     return format_yaml(_ADAPTER.dump_python(settings, mode="json"))
 
 

@@ -127,10 +127,7 @@ def unknown_setting(path: str, *, kind: str | None = None) -> str:
 
 
 def _path(location: tuple[int | str, ...], values: Any) -> str:
-    """Return the dotted path of an error's location.
-
-    Pydantic's parts for the members of a union are left out.
-    """
+    """Return the dotted path of an error's location, without pydantic's parts for members of a union."""
     parts: list[str] = []
     for part in location:
         inside = isinstance(values, Mapping) and isinstance(part, str) and values.get("kind") != part
@@ -185,10 +182,7 @@ def _own_sentence(path: str, text: str) -> str:
 
 
 def _kind_of(location: tuple[int | str, ...], path: str) -> str | None:
-    """Return the kind that pydantic puts before the last part of an error's `location`.
-
-    None where the setting is in no choice.
-    """
+    """Return the kind that pydantic puts before the last part of a choice's `location`, else None."""
     section = path.rpartition(".")[0]
     known = {kind for field in setting_fields() if field.path.rpartition(".")[0] == section for kind in field.kinds}
     kinds = [str(part) for part in location[:-1] if part in known]

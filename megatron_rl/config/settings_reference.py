@@ -85,10 +85,7 @@ def _fields(section: Mapping[str, Any], classes: Mapping[str, Any], *, prefix: s
 def _choice(
     path: str, members: Mapping[str, str], classes: Mapping[str, Any], *, default: str | None, description: str
 ) -> Iterator[SettingField]:
-    """Yield the kind of a choice between `members`, then each argument.
-
-    Kinds with an argument of the same meaning share one entry.
-    """
+    """Yield the kind of a choice, then each argument, once for all `members` in which it means the same."""
     yield SettingField(path=f"{path}.kind", type=f"one of {', '.join(members)}", default=default, description=description)
     found: dict[SettingField, tuple[str, ...]] = {}
     for kind, name in members.items():

@@ -24,10 +24,7 @@ def _written(value: Any, *, flow: bool, width: int) -> str:
 
 
 def format_yaml(value: Mapping[str, Any]) -> str:
-    """Return `value` as ASCII YAML text; `parse_yaml` returns an equal value.
-
-    Keys keep their order.
-    """
+    """Return `value` as ASCII YAML text, keys in order; `parse_yaml` returns an equal value."""
     return _written(dict(value), flow=False, width=140)
 
 

@@ -39,10 +39,7 @@ IMPORTS = ("torch", "ray", "transformers", "megatron.core.transformer", "sglang.
 
 
 def examine(directory: Path) -> Iterator[Check]:
-    """Check everything, cheap checks first; `directory` is for runs.
-
-    Imports run in child processes.
-    """
+    """Check everything, cheap checks first, imports in child processes; `directory` is for runs."""
     yield check_python()
     kind = gpu_kind()
     yield from check_gpu(kind)
@@ -104,10 +101,7 @@ def check_package(release: Release, installed: str | None) -> Check:
 
 
 def check_accelerators(kind: Literal["cpu", "cuda"]) -> Iterator[Check]:
-    """Check TransformerEngine and Apex: used when importable, never needed.
-
-    Apex is known by its extension, because PyPI's apex is another project.
-    """
+    """Check TransformerEngine and Apex, never needed; Apex by its extension, as PyPI's is another project."""
     for topic, module, advice in (
         ("transformer-engine", "transformer_engine", "DEVICE=gpu bash tools/setup_env.sh"),
         ("apex", "amp_C", "build it from https://github.com/NVIDIA/apex; the package of that name on PyPI is another project"),
@@ -265,10 +259,7 @@ def library_problems(found: Mapping[str, str], pinned: Mapping[str, str]) -> lis
 
 
 def pinned_libraries(requirements: Sequence[str] | None = None) -> dict[str, str]:
-    """Return the releases of NCCL and cuDNN pinned by wheels, the last one of each.
-
-    The pins of torch come first, then SGLang's.
-    """
+    """Return the releases of NCCL and cuDNN pinned by wheels: torch's, then SGLang's, of which the last counts."""
     pinned = {}
     for requirement in map(Requirement, requirements or [*(requires("torch") or ()), *(requires("sglang") or ())]):
         for prefix, name in (("nvidia-nccl", "NCCL"), ("nvidia-cudnn-cu", "cuDNN")):

@@ -103,28 +103,17 @@ class Joined:
 class Node:
     """`num_gpus` GPUs, or with kind "cpu" as many processes instead; all files below `directory`.
 
-    Close the node in the end.
+    Both ends have parameters of `dtype`. Sequences have up to `longest` tokens. Between layouts of
+    one model the mean |difference| of log-probs is at most `tolerance` nats. Close the node in the
+    end.
     """
 
     def __init__(self, kind: Literal["cpu", "cuda"], *, num_gpus: int, directory: Path) -> None:
         self.kind, self.num_gpus, self.directory = kind, num_gpus, directory
+        self.dtype = AUTO_DTYPES[kind]
+        self.tolerance, self.longest = (2e-2, 4096) if kind == "cuda" else (1e-5, 64)
         self._stack = ExitStack()
         self._ranks: TrialRanks | None = None
-
-    @property
-    def dtype(self) -> str:
-        """dtype of the parameters, at both ends."""
-        return AUTO_DTYPES[self.kind]
-
-    @property
-    def tolerance(self) -> float:
-        """Largest mean |difference| of log-probs allowed between layouts of one model, nats."""
-        return 2e-2 if self.kind == "cuda" else 1e-5
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence."""
-        return 4096 if self.kind == "cuda" else 64
 
     @property
     def ranks(self) -> TrialRanks:
@@ -149,10 +138,7 @@ class Node:
 
     @contextmanager
     def ranks_and_engine(self, settings: Settings) -> Iterator[Joined]:
-        """Start ranks and one engine without weights, in place of earlier ranks.
-
-        Ranks beside an engine have put their memory away.
-        """
+        """Start ranks, at rest if beside an engine, and one engine without weights, in place of earlier ranks."""
         self.close()
         with self.reserving(Needs.of(settings, device_kind=self.kind)) as (reservation, watchdog):
             ranks = TrialRanks(settings, reservation=reservation, watchdog=watchdog)
@@ -219,10 +205,7 @@ class Node:
     def run_settings(
         self, name: str, model: Path, *, engines: Mapping[str, Any], temperature: float = 1.0, **training: Any
     ) -> dict[str, Any]:
-        """Return settings of a run in a directory `name`, on rewarded answers of `model`.
-
-        `engines` are the run's rollout and runtime sections.
-        """
+        """Return settings of a run on rewarded answers of `model`; `engines` are its rollout and runtime sections."""
         rows = self.directory / "rows.jsonl"
         rows.write_text("".join(json.dumps({"prompt": f"{number}+{number % 7}=", "label": ""}) + "\n" for number in range(64)))
         return {
@@ -240,10 +223,7 @@ class Node:
         }
 
     def run(self, settings: Mapping[str, Any]) -> list[dict[str, float]]:
-        """Run `megatron-rl train` with `settings` as a user; return the metrics of each step.
-
-        Raises MegatronRLError.
-        """
+        """Run `megatron-rl train` as a user; return the metrics of each step. Raises MegatronRLError."""
         directory = Path(settings["run"]["directory"])
         file, log = directory.with_suffix(".yaml"), directory.with_suffix(".log")
         # YAML reads JSON.

@@ -71,10 +71,7 @@ def peak_of_step(trainer: Trainer, *, batch: TrainBatch) -> int:
 
 
 def foreign_bytes(trainer: Trainer) -> int:
-    """Return the bytes of this rank's GPU outside of torch here: an engine's, CUDA's and NCCL's.
-
-    0 without a GPU.
-    """
+    """Return the bytes of this rank's GPU outside of torch here: an engine's, CUDA's, NCCL's; 0 without a GPU."""
     if not torch.cuda.is_available():
         return 0
     free, total = torch.cuda.mem_get_info()
@@ -114,10 +111,7 @@ def device_rates(trainer: Trainer, *, spec: ModelSpec, num_tokens: int, length: 
 
 
 def now(device: Device) -> float:
-    """Return the seconds when the work of `device` so far is done.
-
-    On a CPU shared with other programs, return the CPU seconds of this process.
-    """
+    """Return the seconds when the work of `device` is done; of a shared CPU, this process's CPU seconds."""
     if device.kind == "cpu":
         return time.process_time()
     torch.cuda.synchronize(device.torch_device)
@@ -137,10 +131,7 @@ def _seconds(work: Callable[[], object], device: Device) -> float:
 
 
 def _product_rate(spec: ModelSpec, num_tokens: int, device: Device, options: dict[str, Any]) -> float:
-    """Return the rate of the products of the first layer, in operations a second.
-
-    Forward and backward, one matrix after the other.
-    """
+    """Return operations a second of the first layer's products, forward and backward, one after the other."""
     found = [rule.tensors for rule in rules(spec) if rule.megatron.startswith("decoder.layers.0.") and len(rule.tensors[0].shape) > 1]
     matrices = [(sum(tensor.shape[0] for tensor in tensors), tensors[0].shape[1]) for tensors in found]
     cases = [(torch.randn(num_tokens, columns, **options), torch.randn(rows, columns, **options)) for rows, columns in matrices]

@@ -268,10 +268,7 @@ def pool_bytes(node: Node, model: Path, tp: int) -> int:
 
 
 def sleep_problems(*, awake: Sequence[int], asleep: Sequence[int], pool: int) -> list[str]:
-    """Return the faults of an engine, from a device's `awake` and then `asleep` bytes at each turn.
-
-    `pool` bytes have to go; without a `pool` nothing is visible.
-    """
+    """Return the faults of an engine by a device's bytes at each turn, of which `pool`, if any, have to go."""
     if not pool:
         return []
     freed = min(before - after for before, after in zip(awake, asleep, strict=True))

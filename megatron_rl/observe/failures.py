@@ -27,10 +27,7 @@ class FailureLog:
     _noted: set[str] = field(default_factory=set)
 
     def note(self, failures: Sequence[Failure], *, total: int, step: int) -> None:
-        """Write the failed calls of `step` by cause, each new cause with its trace.
-
-        Raises UserError for a full disk and for a deleted directory.
-        """
+        """Write the failed calls of `step` by cause, each new one with its trace. Raises UserError of the disk."""
         if not failures:
             return
         if not self.path.parent.is_dir():

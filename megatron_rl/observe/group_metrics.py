@@ -65,10 +65,7 @@ def _shares_by_age(ages: Ints) -> dict[str, Metric]:
 
 
 def has_one_reward(group: Group) -> bool:
-    """Return True when all scored samples of the group have the same reward: no signal.
-
-    The test is equality, never a standard deviation.
-    """
+    """Return True when all scored samples have equal rewards, never by a standard deviation: no signal."""
     return len(_rewards(group)) <= 1
 
 
@@ -78,10 +75,7 @@ def _rewards(group: Group) -> set[float]:
 
 
 def _zero_variance_by_reward(groups: Sequence[Group]) -> dict[str, Metric]:
-    """Return the share of groups without signal at each reward, rounded to a tenth.
-
-    All failed and all solved call for opposite cures.
-    """
+    """Return the share of groups without signal at each reward: all failed and all solved need opposite cures."""
     counts = Counter(f"{value:.1f}" for group in groups if has_one_reward(group) for value in _rewards(group))
     return {f"rollout/zero_variance_fraction/{name}": Mean(count, len(groups)) for name, count in sorted(counts.items())}
 

@@ -98,10 +98,7 @@ class Last(_Single):
 
 
 def merge_metrics(shares: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Merge the shares of many ranks or micro-batches by name, in the given order.
-
-    Raises TypeError for different reductions of one name.
-    """
+    """Merge shares by name, in the given order. Raises TypeError for different reductions of one name."""
     merged: dict[str, Metric] = {}
     for share in shares:
         for name, metric in share.items():

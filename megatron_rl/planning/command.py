@@ -31,10 +31,7 @@ _SIZES = ("tp", "pp", "cp", "ep", "etp")
 
 
 def split_model(words: Words) -> tuple[Path | None, Words]:
-    """Return the model, a directory or a config.json, and the words of the settings.
-
-    The file of `words` is the model unless it is YAML; None takes the model of the settings.
-    """
+    """Return the model, the file of `words` unless that is YAML, and the words of the settings; None takes theirs."""
     if words.config is not None and words.config.suffix not in _SETTINGS_SUFFIXES:
         return words.config, Words(None, words.overrides)
     if words.config is None and not any(override.startswith("model.path=") for override in words.overrides):
@@ -110,10 +107,7 @@ def shares(rollout: RolloutSettings, *, num_gpus: int, supervised: bool, colocat
 
 
 def _first_divided(shared: Sequence[Settings], *, num_gpus: int | None) -> Settings:
-    """Return the first settings with a number of ranks divisible by their layout.
-
-    Raises UserError, with the arithmetic of the first settings, when there are none.
-    """
+    """Return the first settings without a contradiction. Raises UserError of the first ones without such."""
     wrong = [contradictions(one) for one in shared]
     for one, sentences in zip(shared, wrong, strict=True):
         if not sentences:
@@ -122,10 +116,7 @@ def _first_divided(shared: Sequence[Settings], *, num_gpus: int | None) -> Setti
 
 
 def _best(shared: Sequence[Settings], spec: ModelSpec, *, gpu: Gpu, say: Callable[[str], None]) -> list[tuple[Settings, RunPlan]]:
-    """Return the best layouts of the first share with any layout.
-
-    Raises UserError of the share with the most ranks when there is none.
-    """
+    """Return the best layouts of the first share with any. Raises UserError of the share with the most ranks."""
     refused: dict[int, UserError] = {}
     most = max(one.training.topology.num_ranks for one in shared)
     for one in shared:
@@ -159,10 +150,7 @@ def _overrides(model: Path | None, words: Words, topology: Mapping[str, object])
 
 
 def _engine_size(rollout: RolloutSettings, spec: ModelSpec, gpu: Gpu, *, longest: int) -> int:
-    """Return the fewest GPUs of a node that hold the model and four of the longest sequences.
-
-    A whole node is taken when no smaller engine suffices.
-    """
+    """Return the fewest GPUs that hold the model and four of the longest sequences, at most a whole node."""
     for size in (size for size in (1, 2, 4, 8, 16) if size <= gpu.per_node):
         engine = plan_engine(with_values(rollout, {"sglang.tp_size": size}), spec, gpu, longest=longest, shared_with=0)
         if engine.cache_tokens >= 4 * engine.longest_sequence:
@@ -171,10 +159,7 @@ def _engine_size(rollout: RolloutSettings, spec: ModelSpec, gpu: Gpu, *, longest
 
 
 def _as_overrides(settings: Settings, *, bare: bool) -> str:
-    """Return the layout as overrides behind `megatron-rl train run.yaml`.
-
-    Without a settings file the assumptions of the plan are included.
-    """
+    """Return the layout as overrides for a run, without a settings file with the assumptions of the plan."""
     training, rollout = settings.training, settings.rollout
     topology = training.topology.model_dump(exclude_defaults=True)
     words = {f"training.topology.{name}": value for name, value in topology.items() if value is not None}

@@ -63,10 +63,7 @@ def memory_plan(settings: Settings) -> RunPlan | None:
 
 
 def sizes(settings: Settings) -> dict[str, str]:
-    """Return the totals of a run with their arithmetic.
-
-    Tokens are upper bounds; of supervised training only a row tells the length of a response.
-    """
+    """Return the totals of a run with their arithmetic; tokens are upper bounds."""
     data, training, run = settings.data, settings.training, settings.run
     per_step, steps = settings.sequences_per_step, training.optimizer_steps_per_batch
     prompts, cp = counted(data.prompts_per_step, "prompt"), training.topology.cp
@@ -136,11 +133,7 @@ def _deadlines(model: ModelSettings, sampling: SamplingSettings) -> str:
 
 
 def placement_rows(placement: Placement, topology: Topology) -> dict[str, str]:
-    """Return every rank and engine with node and slots, and the nodes spanned by the parallel
-    groups.
-
-    Equal nodes share one row.
-    """
+    """Return ranks and engines with node and slots, a row for equal nodes, and the nodes of parallel groups."""
     rows: dict[str, str] = {}
     for (ranks_each, seats), run in groupby(enumerate(placement.nodes), key=lambda pair: _shape(pair[1])):
         numbered = list(run)
@@ -160,10 +153,7 @@ def placement_rows(placement: Placement, topology: Topology) -> dict[str, str]:
 
 
 def _group_rows(placement: Placement, topology: Topology) -> Iterator[tuple[str, str]]:
-    """Return one row for each kind of parallel group with more than one rank.
-
-    The groups are blocks of consecutive ranks, in rank order.
-    """
+    """Yield one row for each kind of parallel group of several ranks: blocks of consecutive ranks."""
     if len(placement.nodes) == 1 or not placement.needs.num_ranks:
         return
     blocks = {

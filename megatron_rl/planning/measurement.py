@@ -48,10 +48,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Memory of each pipeline stage's first rank, or the reason for none.
-
-    Given for the policy and, where present, for critic and teacher.
-    """
+    """Memory of each pipeline stage's first rank for policy, critic and teacher, or the reason for none."""
 
     policy: "tuple[RankMemory, ...]" = ()
     critic: "tuple[RankMemory, ...]" = ()
@@ -60,10 +57,7 @@ class Answer:
 
 
 def measure(jobs: Sequence[Job]) -> list[Answer]:
-    """Return the answers to `jobs`, from a separate process.
-
-    Raises MegatronRLError when the process fails or takes longer than `PLANNING_S`.
-    """
+    """Return the answers to `jobs` from a separate process. Raises MegatronRLError when that fails."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory(prefix="megatron-rl-plan-") as directory:
         path = Path(directory) / "answers"

@@ -67,10 +67,7 @@ def _chunks_as_on(device_kind: str) -> Iterator[None]:
 
 @contextmanager
 def _kept_in_backward(mode: TorchFunctionMode) -> Iterator[None]:
-    """Keep `mode` in backward passes.
-
-    torch leaves a mode while the mode handles a call, and a whole backward pass is one call.
-    """
+    """Keep `mode` in a backward pass: one call to torch, which leaves a mode while the mode handles a call."""
     run = vars(torch.autograd)["_engine_run_backward"]
 
     def run_inside(*arguments: Any, **keywords: Any) -> Any:
@@ -85,10 +82,7 @@ def _kept_in_backward(mode: TorchFunctionMode) -> Iterator[None]:
 
 
 class MetaTensors(TorchFunctionMode):
-    """Send floating-point tensors to the meta device, and attention and norms to fused stand-ins.
-
-    The stand-ins keep the tensors of fused kernels.
-    """
+    """Send floating-point tensors to the meta device, and attention and norms to stand-ins for fused kernels."""
 
     def __init__(self, *, fused: bool) -> None:
         super().__init__()
@@ -112,10 +106,7 @@ class MetaTensors(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run `func` on the meta device for new numbers or arguments without memory.
-
-        Tensors of any shape.
-        """
+        """Run `func`, on tensors of any shape, on the meta device for new numbers or arguments without memory."""
         if func.__name__ == "__get__":
             return func(*args)
         kwargs = dict(kwargs or {})
@@ -139,10 +130,7 @@ class MetaTensors(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _twin(self, tensor: Tensor) -> Tensor:
-        """Return the meta tensor that stands for a real tensor among meta tensors.
-
-        The meta tensor is always the same; a number needs none.
-        """
+        """Return the one meta tensor that stands for a real tensor among meta tensors; a number needs none."""
         if tensor.is_meta or tensor.ndim == 0:
             return tensor
         if tensor not in self._twins:
@@ -203,16 +191,7 @@ def _move(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 # Legend: S sequences, H query heads, G key-value heads, C queries, K keys, D channels of a query, E of a value.
 
 
-def fused_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
+def fused_attention(query: Tensor, key: Tensor, value: Tensor, *mask: Any, **options: Any) -> Tensor:
     """Keep flash attention's tensors of query [S, H, C, D], key [S, G, K, D], value [S, G, K, E].
 
     Kept are the inputs, the output [S, H, C, E] and a logarithm for each query in fp32, but no
@@ -223,10 +202,7 @@ def fused_attention(
 
 
 def fused_rms_norm(input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    """Keep the tensors of a fused norm of `input`, of any shape.
-
-    Kept are the input, the weight and one fp32 number for each row.
-    """
+    """Keep a fused norm's tensors: `input` of any shape, weight, and one fp32 number for each row."""
     output: Tensor = _RmsNorm.apply(input, weight)
     return output
 

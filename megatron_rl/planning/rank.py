@@ -112,10 +112,7 @@ Memory = TypeVar("Memory", RankMemory, TeacherMemory)
 
 
 def measure_stages(job: Job, *, critic: bool) -> tuple[RankMemory, ...]:
-    """Return the memory of the first rank of each pipeline stage, of the policy or a `critic`.
-
-    Raises UserError for refusals of the model or megatron-core.
-    """
+    """Return the memory of each stage's first rank, of the policy or a `critic`. Raises UserError for refusals."""
     topology, dtype = job.training.topology, model_dtype(job.model, local_device())
     config = transformer_config(job.spec, topology=topology, dtype=dtype, overrides=job.model.megatron, attention="torch")
     return _each_stage(config, job, partial(_measure_rank, job, critic=critic))
@@ -154,10 +151,7 @@ def _layers(config: TransformerConfig, topology: Topology, stage: int) -> tuple[
 
 
 def full_batch(topology: Topology, *, longest: int, budget: int) -> TrainBatch:
-    """Return the largest micro-batch: sequences of `longest` tokens that fill a rank's `budget`.
-
-    Every token but the first is trainable.
-    """
+    """Return the largest micro-batch: sequences of `longest` tokens, all but the first trainable, within `budget`."""
     unit = sequence_multiple(topology.cp)
     longest = -(-longest // unit) * unit
     whole, rest = divmod(max(longest, budget * topology.cp), longest)
@@ -219,10 +213,7 @@ def _measure_teacher(job: Job, teacher: ModelSpec, topology: Topology, batch: Tr
 
 
 def _ask_chunk(chunk: PolicyModel, policy: Policy, micro_batch: MicroBatch, tracker: MemoryTracker) -> int:
-    """Return the peak bytes of a chunk's forward pass without gradients.
-
-    The log-probs behind the last chunk are included.
-    """
+    """Return the peak bytes of a chunk's forward pass without gradients, log-probs behind the last included."""
     before = tracker.live
     tracker.reset_peak()
     chunk.eval()
@@ -246,10 +237,7 @@ def _micro_batch(batch: TrainBatch, topology: Topology, place: Place, *, on: tor
 
 
 def _in_stage(parameter: Tensor, topology: Topology) -> int:
-    """Return the size of the whole parameter over the ranks of a stage.
-
-    The ranks hold parts of the parameter, or other experts.
-    """
+    """Return the size of a parameter over all ranks of a stage, which hold its parts or other experts."""
     marks = vars(parameter)
     expert = not marks.get("allreduce", True)
     split = bool(marks.get("tensor_model_parallel", False))
@@ -258,10 +246,7 @@ def _in_stage(parameter: Tensor, topology: Topology) -> int:
 
 
 def _balance_experts(chunks: Sequence[torch.nn.Module], *, fused: bool) -> int:
-    """Give all experts equally many tokens, `fused` in one product.
-
-    Returns the extra bytes of weight gradients of such a product.
-    """
+    """Give all experts equally many tokens, and return the extra bytes of weight gradients if in one product."""
     others = 0
     for module in (module for chunk in chunks for module in chunk.modules()):
         if isinstance(module, TopKRouter):
@@ -274,10 +259,7 @@ def _balance_experts(chunks: Sequence[torch.nn.Module], *, fused: bool) -> int:
 
 
 def _balance(router: torch.nn.Module, arguments: tuple[Tensor, ...], result: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Give every expert the same number of tokens.
-
-    Weights [n, E] stay, the routing [n, E] is returned as real numbers.
-    """
+    """Give every expert equally many tokens: weights [n, E] stay, the routing [n, E] is of real numbers."""
     assert isinstance(router, TopKRouter), "the hook is put on routers"
     weights, _ = result
     num_tokens, num_experts = weights.shape
@@ -310,10 +292,7 @@ def _run_chunk(chunk: DistributedDataParallel, policy: Policy | None, micro_batc
 
 
 def _run_head(output: Tensor, policy: Policy, micro_batch: MicroBatch, tracker: MemoryTracker) -> tuple[Tensor, int]:
-    """Return the gradient of the model's `output` [N, H] behind the head, and the bytes taken.
-
-    The bytes include the head's statistics.
-    """
+    """Return the gradient of the model's `output` [N, H], and the bytes taken by head and statistics."""
     before = tracker.live
     tracker.reset_peak()
     leaf = output.detach().requires_grad_()
@@ -325,10 +304,7 @@ def _run_head(output: Tensor, policy: Policy, micro_batch: MicroBatch, tracker: 
 
 
 def _received(model: PolicyModel, micro_batch: MicroBatch) -> Tensor:
-    """Return hidden states [T, 1, H] as sent by the stage before.
-
-    Under sequence parallelism, of a part of T.
-    """
+    """Return hidden states [T, 1, H] as sent by the stage before, of a part of T by sequence parallelism."""
     config = model.config
     num_tokens = micro_batch.input_ids.shape[1] // (config.tensor_model_parallel_size if config.sequence_parallel else 1)
     like = next(model.parameters())
@@ -336,10 +312,7 @@ def _received(model: PolicyModel, micro_batch: MicroBatch) -> Tensor:
 
 
 def _update(model: TrainedModel, tracker: MemoryTracker, *, fused: bool) -> int:
-    """Sum the gradients and step the optimizer; return the temporary bytes.
-
-    The step of a `fused` optimizer needs none.
-    """
+    """Sum the gradients and step the optimizer; return the temporary bytes, none of a `fused` step."""
     before = tracker.live
     tracker.reset_peak()
     finalize_model_grads(list(model.chunks), None)

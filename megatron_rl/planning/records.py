@@ -63,11 +63,6 @@ class StageMemory:
         """Memory of an optimizer step besides the state."""
         return self.activations + max(self.logits, self.working)
 
-    @property
-    def asks_most(self) -> bool:
-        """True where asking the teacher takes more than an optimizer step."""
-        return self.teacher > self.trained
-
 
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
@@ -133,7 +128,8 @@ class RunPlan:
     def verdict(self) -> str:
         """Return one line: fit or not, and the margin on the fullest rank."""
         full, room = self.fullest, self.gpu.memory_bytes
-        most = f"{gib(full.teacher)} GiB for the teacher" if full.asks_most else f"{gib(full.activations)} GiB for activations"
+        asks_most = full.teacher > full.trained
+        most = f"{gib(full.teacher)} GiB for the teacher" if asks_most else f"{gib(full.activations)} GiB for activations"
         used = f"{gib(self.peak)} of {gib(room)} GiB on the fullest rank (stage {full.stage}), {most}"
         if self.peak > room:
             return f"does not fit: {used}; {gib(self.peak - room)} GiB too much"

@@ -34,20 +34,11 @@ FRAGMENTATION = 0.05
 ASLEEP_BYTES = 2 * GIB
 """Memory of an engine on a GPU without weights and cache: CUDA context, CUDA graphs, NCCL."""
 RANK_HOST_BYTES, ENGINE_HOST_BYTES = 6 * GIB, 10 * GIB
-"""Main memory of a rank and of an engine before any weight.
-
-Imported code, the CUDA context's share, pinned buffers.
-"""
+"""Main memory of a rank and of an engine before any weight: code, the CUDA context's share, pinned buffers."""
 MOST_TOKENS = 2**22
-"""Tokens of the largest measured micro-batch.
-
-Index arrays are real, and a GPU holds far fewer tokens.
-"""
+"""Tokens of the largest measured micro-batch: index arrays are real, and a GPU holds far fewer tokens."""
 _FUSED = {"bias_activation_fusion": True}
-"""Transformer Engine's effects on sizes on a GPU.
-
-Attention and norms count as its fused kernels.
-"""
+"""Transformer Engine's effects on sizes on a GPU, besides attention and norms, which count as fused."""
 _WEIGHT_BYTES = 2
 _CACHE_BYTES = {"auto": 2, "bfloat16": 2, "bf16": 2, "fp8_e5m2": 1, "fp8_e4m3": 1}
 # Room for activations and CUDA graphs on GPUs above 60 GiB, by SGLang's rule (server_args' memory settings).
@@ -70,10 +61,7 @@ def plan_run(settings: Settings, spec: ModelSpec, *, gpu: Gpu, num_nodes: int | 
 
 
 def plan_layouts(variants: Sequence[Settings], spec: ModelSpec, *, gpu: Gpu, num_nodes: int | None) -> list[RunPlan | str]:
-    """Call `plan_run` for several settings of one model, one after the other in one process.
-
-    Refused settings get a sentence.
-    """
+    """Call `plan_run` for several settings of one model in one process; refused settings get a sentence."""
     plans: list[RunPlan | str] = []
     jobs: dict[int, tuple[Job, Attention]] = {}
     for index, settings in enumerate(variants):
@@ -132,18 +120,12 @@ def teacher_spec(objective: Objective, model: ModelSettings) -> ModelSpec | None
 
 
 def planned_attention(model: ModelSettings, spec: ModelSpec, gpu: Gpu, *, cp: int) -> Attention:
-    """Return the attention of a model of `spec` on such GPUs with Transformer Engine.
-
-    Raises UserError where the settings ask for an impossible attention.
-    """
+    """Return the attention of a model on such GPUs with Transformer Engine. Raises UserError for an impossible one."""
     return resolve_attention(model.attention, spec, overrides=model.megatron, cp=cp, capability=gpu.capability, installed=True)
 
 
 def on_gpu(model: ModelSettings, attention: Attention) -> ModelSettings:
-    """Return the model's settings as seen by the ranks of a GPU.
-
-    bf16 unless another dtype is set, and the kernels of this attention's layers.
-    """
+    """Return the model's settings on a GPU: bf16 unless another dtype is set, and this attention's kernels."""
     fields = model.megatron if attention == "torch" else {**_FUSED, **without_kernels(model.megatron)}
     return model.model_copy(update={"dtype": dtype_name(model, device_kind="cuda"), "attention": "torch", "megatron": fields})
 
@@ -254,10 +236,7 @@ def _activations(model: "RankMemory", topology: Topology, num_micro_batches: int
 
 
 def count_micro_batches(training: TrainingSettings, *, longest: int, num_sequences: int) -> int:
-    """Count the micro-batches of an optimizer step on a data-parallel rank.
-
-    All `num_sequences` sequences have the greatest length.
-    """
+    """Count the micro-batches of `num_sequences` sequences of `longest` tokens on a data-parallel rank."""
     topology = training.topology
     together = max(1, training.max_tokens_per_micro_batch * topology.cp // longest)
     sequences = -(-num_sequences // topology.dp)
@@ -284,24 +263,20 @@ def most_held(held: Sequence[int], *, stage: int, pp: int, num_micro_batches: in
     `held` [vpp] are bytes of one micro-batch in each chunk. The schedule has `num_micro_batches`,
     for interleaved chunks a multiple of `pp`.
     """
-    forwards = _chunk_order(len(held), pp=pp, num_micro_batches=num_micro_batches)
-    backwards = [len(held) - 1 - chunk for chunk in forwards]
-    ahead = 2 * (pp - stage - 1) + (len(held) - 1) * pp if len(held) > 1 else pp - stage - 1
-    ahead = min(ahead, len(forwards))
+    vpp, behind = len(held), pp - stage - 1
+    forwards, ahead = [0] * num_micro_batches, behind
+    if vpp > 1:
+        assert num_micro_batches % pp == 0, f"{num_micro_batches} micro-batches for interleaved chunks of {pp} ranks"
+        # `pp` micro-batches in a chunk, then in the next.
+        forwards = [chunk for _ in range(num_micro_batches // pp) for chunk in range(vpp) for _ in range(pp)]
+        ahead = 2 * behind + (vpp - 1) * pp
+    backwards, ahead = [vpp - 1 - chunk for chunk in forwards], min(ahead, len(forwards))
     now = most = sum(held[chunk] for chunk in forwards[:ahead])
     for forward, backward in zip(forwards[ahead:], backwards, strict=False):
         now += held[forward]
         most = max(most, now)
         now -= held[backward]
     return most, most / max(1, sum(held))
-
-
-def _chunk_order(vpp: int, *, pp: int, num_micro_batches: int) -> list[int]:
-    """Return the chunk of each forward: `pp` micro-batches in a chunk, then in the next."""
-    if vpp == 1:
-        return [0] * num_micro_batches
-    assert num_micro_batches % pp == 0, f"{num_micro_batches} micro-batches for interleaved chunks of {pp} ranks"
-    return [chunk for _ in range(num_micro_batches // pp) for chunk in range(vpp) for _ in range(pp)]
 
 
 def plan_engine(rollout: RolloutSettings, spec: ModelSpec, gpu: Gpu, *, longest: int, shared_with: int) -> EngineMemory:
@@ -331,10 +306,7 @@ def plan_engine(rollout: RolloutSettings, spec: ModelSpec, gpu: Gpu, *, longest:
 
 
 def _token_numbers(spec: ModelSpec, *, tp: int) -> int:
-    """Return the cached numbers of one token on one GPU.
-
-    Keys and values of the GPU's heads, or the latent and its rotary part.
-    """
+    """Return the cached numbers of one token on one GPU: its heads' keys and values, or the latent."""
     if spec.mla is not None:
         return spec.num_layers * (spec.mla.kv_lora_rank + spec.mla.qk_rope_head_dim)
     heads = max(1, -(-spec.num_kv_heads // tp))

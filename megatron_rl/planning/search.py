@@ -87,10 +87,7 @@ def best_layouts(
 
 
 def _fitting(built: Sequence[Candidate], spec: ModelSpec, gpu: Gpu) -> list[tuple[float, int, Settings, RunPlan]]:
-    """Return cost, peak bytes, settings and plan of the layouts that fit on GPUs.
-
-    The engines are a separate question.
-    """
+    """Return cost, peak bytes, settings and plan of the layouts whose trainers fit on GPUs."""
     plans = plan_layouts([candidate.settings for candidate in built], spec, gpu=gpu, num_nodes=None)
     return [
         (candidate.cost_s, plan.peak, candidate.settings, plan)
@@ -190,10 +187,7 @@ def _levers(
 
 
 def _divided_experts(topology: TopologySettings, spec: ModelSpec, gpu: Gpu) -> dict[str, Any]:
-    """Return the largest power of two for expert ranks within a node, with whole experts on each.
-
-    Return nothing where the present number is as large.
-    """
+    """Return the largest power of two of expert ranks within a node, with whole experts, if larger than now."""
     if spec.moe is None:
         return {}
     etp = topology.etp or 1

@@ -57,10 +57,7 @@ class ModelSize:
 
 
 def causal_pairs(lengths: Ints, *, window: int | None = None) -> float:
-    """Count pairs of query and visible key in sequences of `lengths` [S] tokens.
-
-    A query sees all keys up to its own, or the last `window`.
-    """
+    """Count pairs of query and key in sequences of `lengths` [S] tokens, of the last `window` keys if given."""
     seen = lengths.astype(np.float64) if window is None else np.minimum(lengths, window).astype(np.float64)
     return float((seen * (seen + 1) / 2 + (lengths - seen) * seen).sum())
 
@@ -94,24 +91,15 @@ class Flops:
 
     @property
     def of_model(self) -> float:
-        """Forward and backward as MFU counts: a backward is two forwards, nothing counts twice.
-
-        (PaLM, appendix B).
-        """
+        """Forward and backward as MFU counts: a backward is two forwards, nothing twice (PaLM, appendix B)."""
         return 3 * (self.layers + self.attention + self.head)
 
     def products(self, *, recompute: str | None) -> float:
-        """Return forward and backward operations with weights.
-
-        The head's logits are made twice, all layers' products with `recompute` "full".
-        """
+        """Return operations with weights: the head's logits are made twice, all layers' with `recompute` "full"."""
         return (3 + (recompute == "full")) * self.layers + 4 * self.head
 
     def scores(self, *, recompute: str | None) -> float:
-        """Return forward and backward operations of attention.
-
-        The backward pass makes the scores again (FlashAttention-2, section 4.1: 2.5 times).
-        """
+        """Return operations of attention, whose backward makes scores again (FlashAttention-2, section 4.1)."""
         return (3.5 + (recompute is not None)) * self.attention
 
 
