@@ -199,10 +199,6 @@ def topology_contradictions(topology: TopologySettings) -> Iterator[str]:
             "training.topology: sequence_parallel is true with tp 1, but it shards activations over the tensor parallel ranks; "
             "set training.topology.tp to 2 or more, or sequence_parallel to false"
         )
-    yield from _experts(topology)
-
-
-def _experts(topology: TopologySettings) -> Iterator[str]:
     expert_ranks = topology.expert_tp * topology.ep * topology.pp
     if topology.ep > 1 or topology.etp is not None:
         if topology.num_ranks % expert_ranks:

@@ -55,9 +55,7 @@ class RunSettings(Section):
     directory: FilePath = Field(description="Directory of this run: settings, buffer, metrics, checkpoints, summary.json.")
     seed: int = Field(0, ge=0, description="Seed of every random choice: data order, sampling.")
     num_steps: int = Field(100, ge=1, description="Rollout batches to train on.")
-    eval_interval: int = Field(
-        10, ge=0, description="Steps between evaluations; 0 evaluates never. Step 0 and the last step are evaluated too."
-    )
+    eval_interval: int = Field(10, ge=0, description="Steps between evaluations, besides step 0 and the last; 0 evaluates never.")
     save_interval: int = Field(50, ge=0, description="Steps between checkpoints; 0 saves only at the end.")
     keep_checkpoints: int = Field(2, ge=1, description="Newest checkpoints that are kept.")
     keep_groups: int = Field(
@@ -69,9 +67,7 @@ class RunSettings(Section):
     )
     keep_interval: int = Field(0, ge=0, description="Checkpoints of its multiples are kept for good; 0 keeps the newest alone.")
     export_interval: int = Field(
-        0,
-        ge=0,
-        description="Steps between Hugging Face directories of the policy that stay in exports; 0 leaves those of checkpoints alone.",
+        0, ge=0, description="Steps between Hugging Face directories that stay in exports; 0 leaves those of checkpoints alone."
     )
 
 
@@ -80,7 +76,7 @@ class ModelSettings(Section):
 
     path: FilePath = Field(description="Model directory: config.json, tokenizer, and safetensors or what convert has written.")
     teacher: FilePath | None = Field(
-        None, description="Model directory of a teacher with the policy's tokenizer, for objective.distillation_coef."
+        None, description="Directory of a teacher with the policy's tokenizer, for objective.distillation_coef."
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto is float32 on CPU and bfloat16 on GPU.")
     attention: Literal["auto", "transformer_engine", "torch"] = Field(
@@ -153,9 +149,7 @@ class SamplingSettings(Section):
     )
     max_response_tokens: int = Field(1024, ge=1, description="Token budget of one answer of an engine.")
     stop: tuple[str, ...] = Field((), description="Strings that end a response; the tokens that complete one are kept.")
-    stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = Field(
-        (), description="Tokens that end a response; the end-of-sequence token always does."
-    )
+    stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = Field((), description="Tokens that end a response besides end-of-sequence.")
 
 
 class FilterSettings(Section):
@@ -179,16 +173,10 @@ class RolloutSettings(Section):
     )
     function: str | None = Field(None, description="Your own rollout, package.module:function; the default is one turn.")
     args: dict[str, Any] = Field(default_factory=dict, description="Arguments of your own rollout, by the names that it gives them.")
-    timeout_s: Seconds = Field(
-        1800.0, description="Deadline of one attempt at a prompt's samples, waits for an engine not counted, in seconds."
-    )
-    max_error_rate: float = Field(
-        0.25, ge=0, le=1, description="Share of a step's trajectories that the rollout fails to make above which the run stops."
-    )
+    timeout_s: Seconds = Field(1800.0, description="Deadline of an attempt at a prompt's samples, without waits for an engine, in seconds.")
+    max_error_rate: float = Field(0.25, ge=0, le=1, description="Share of a step's trajectories that fail above which the run stops.")
     filter: FilterSettings | None = Field(None, description="Your own choice of the groups to train on; all of them when not set.")
-    sglang: dict[str, Any] = Field(
-        default_factory=dict, description="Arguments of the SGLang server, by their own names; an engine has tp_size GPUs."
-    )
+    sglang: dict[str, Any] = Field(default_factory=dict, description="SGLang's arguments, by their own names; an engine has tp_size GPUs.")
 
     @field_validator("sglang")
     @classmethod
@@ -275,18 +263,14 @@ class TrainingSettings(Section):
     )
     schedule: ScheduleSettings = Field(default_factory=ScheduleSettings)
     optimizer: dict[str, Any] = Field(default_factory=dict, description="Fields of megatron-core's OptimizerConfig, by their own names.")
-    ddp: dict[str, Any] = Field(
-        default_factory=dict, description="Fields of megatron-core's DistributedDataParallelConfig, by their own names."
-    )
+    ddp: dict[str, Any] = Field(default_factory=dict, description="Fields of Megatron's DistributedDataParallelConfig, by their own names.")
     frozen: tuple[str, ...] = Field(
         (),
         description="Patterns of Hugging Face tensor names, such as model.embed_tokens.* or *.mlp.gate.weight: these weights are not "
         "trained, neither the policy's nor the critic's.",
     )
     critic: CriticSettings = Field(default_factory=CriticSettings)
-    routing_replay: bool = Field(
-        False, description="Mixture of experts: route each token in training to the experts that the engine chose and recorded (R3)."
-    )
+    routing_replay: bool = Field(False, description="Route each token in training to the experts that the engine chose and recorded (R3).")
     reference_interval: int = Field(
         0,
         ge=0,
@@ -335,10 +319,7 @@ class RuntimeSettings(Section):
         description="Network interface of every node, such as eth0 or ib0, on which ranks and engines meet (gloo, NCCL). Ray has to be "
         "started with this interface's address (--node-ip-address). Each library chooses for itself when not set.",
     )
-    colocate: bool = Field(
-        False,
-        description="Let engines and Megatron ranks share their GPUs and take turns: who is not at work puts its memory away.",
-    )
+    colocate: bool = Field(False, description="Let engines and ranks share GPUs in turns: who is not at work puts its memory away.")
 
     @field_validator("ray_address")
     @classmethod

@@ -45,10 +45,9 @@ from megatron_rl.types import TrainBatch
 
 @dataclass(frozen=True, slots=True)
 class ChunkMemory:
-    """One virtual stage: `held` bytes from a micro-batch's forward to the backward.
+    """One virtual stage: `held` bytes from a micro-batch's forward to the backward, `output` of them sent on.
 
-    The next stage receives `output` of the held bytes. Besides, the backward pass needs up to
-    `backward`, the language model head with statistics up to `head`.
+    Besides, the backward pass needs up to `backward`, the head with statistics up to `head`.
     """
 
     num_layers: int
@@ -97,11 +96,7 @@ class RankMemory:
 
 @dataclass(frozen=True, slots=True)
 class TeacherMemory:
-    """One rank's bytes for a teacher.
-
-    `weights` and the `forward` pass are on the GPU only while the teacher is asked. `resting` is
-    the weights' page-locked host memory, kept throughout.
-    """
+    """One rank's bytes for a teacher: on the GPU while asked, and `resting` in page-locked host memory."""
 
     weights: int
     forward: int

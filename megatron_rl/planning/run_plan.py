@@ -177,10 +177,9 @@ def _assemble(
 
 
 def shared_buckets(model: ModelSettings, spec: ModelSpec) -> int:
-    """Return the weight buckets filled by a rank and copied by an engine at the same time.
+    """Return the bytes of weight buckets filled by a rank and copied by an engine at the same time.
 
-    Both see the same memory. One tensor can be larger than the bucket size: an embedding, or a
-    stack of experts, built beside its parts.
+    One tensor can be larger: an embedding, or a stack of experts, built beside its parts.
     """
     largest = max(tensor.num_bytes for tensor in exported_specs(spec, dtype=dtype_name(model, device_kind="cuda")))
     return 2 * max(BUCKET_BYTES, largest) + (2 * largest if spec.names.stacked_experts else 0)

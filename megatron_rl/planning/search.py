@@ -131,11 +131,7 @@ def _topologies(spec: ModelSpec, *, gpu: Gpu, num_gpus: int) -> Iterator[Topolog
 
 
 def _rank_bytes(step: Step, *, tokens: float, teacher: ModelSize | None) -> float:
-    """Estimate the bytes of a rank with micro-batches of `tokens`.
-
-    bf16 weights, fp32 gradients, 12 bytes of optimizer state per parameter, activations or a
-    teacher's weights.
-    """
+    """Estimate the bytes of a rank with micro-batches of `tokens`: bf16 weights, fp32 gradients, Adam."""
     size, topology = step.size, step.topology
     state = sum(count * (6 + 12 / (copies if step.distributed_optimizer else 1)) for count, copies in step.held())
     layer = tokens * size.kept * 2 / topology.tp
@@ -148,10 +144,7 @@ def _rank_bytes(step: Step, *, tokens: float, teacher: ModelSize | None) -> floa
 
 
 def remedy(settings: Settings, spec: ModelSpec, *, gpu: Gpu) -> str:
-    """Return a sentence with the overrides that make the trainer fit on `gpu`s, cheapest first.
-
-    Each is tried on top of the earlier ones, until one fits. Builds ranks, for seconds.
-    """
+    """Return a sentence with the overrides, each tried on top of cheaper ones, that make the trainer fit on `gpu`s."""
     words, tried = list[str](), list[Settings]()
     for changes in _levers(settings.training, settings.model.megatron, spec, gpu, longest=settings.longest_sequence):
         settings = with_values(settings, changes)

@@ -64,11 +64,7 @@ def causal_pairs(lengths: Ints, *, window: int | None = None) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Flops:
-    """Floating-point operations of a forward pass on all ranks together.
-
-    Products with the weights of `layers` and of the `head`, and the two products of causal
-    `attention`.
-    """
+    """Operations of a forward pass on all ranks: weights of `layers` and `head`, products of causal `attention`."""
 
     layers: float
     attention: float
@@ -76,10 +72,9 @@ class Flops:
 
     @classmethod
     def of(cls, size: ModelSize, lengths: Ints, *, num_targets: int | None = None) -> "Flops":
-        """Return the operations of sequences of `lengths` [S] tokens.
+        """Return the operations of sequences of `lengths` [S] tokens, 2 for every weight and token.
 
-        The head runs at `num_targets` (all when not given). Counts are 2 for every weight and
-        token, and for every pair and channel.
+        As many count for every pair and channel. The head runs at `num_targets`, or at all tokens.
         """
         spec, windows = size.spec, len(size.spec.sliding_layers)
         pairs = (spec.num_layers - windows) * causal_pairs(lengths) + windows * causal_pairs(lengths, window=spec.sliding_window)
@@ -105,11 +100,10 @@ class Flops:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Rates of a device.
+    """A device's operations a second in bare `products` and `attention`, and bytes a second.
 
-    Operations a second in bare `products` and bare `attention`. Bytes a second read and written by
-    a copy in `memory`. Bytes a second sent by a rank in a collective within a `node` and over the
-    `network`.
+    A copy in `memory` counts bytes read and written, a collective within a `node` and over the
+    `network` bytes sent by a rank.
     """
 
     products: float
@@ -164,10 +158,9 @@ class Step:
         )
 
     def parts(self, rates: Rates) -> dict[str, float]:
-        """Return the seconds of each part on a rank.
+        """Return a rank's seconds by part; stages wait for each other's first and last micro-batches.
 
-        Stages wait for the first and last micro-batches of the other stages (Narayanan et al.
-        2021).
+        Source: Narayanan et al. 2021.
         """
         ranks, stretched = self.topology.num_ranks, 1 + (self.topology.pp - 1) / self.num_micro_batches
         return {

@@ -51,18 +51,18 @@ PANELS = (
 )
 
 
-def drawable(steps: Steps, panels: Sequence[Panel] = PANELS) -> list[Panel]:
+def drawable(steps: Steps) -> list[Panel]:
     """Return the measured panels; accuracy where every evaluation gave one, else mean reward."""
     evaluated = [metrics for metrics in steps.values() if "eval/reward_greedy" in metrics]
     unwanted = "eval/reward_" if all("eval/accuracy_greedy" in metrics for metrics in evaluated) else "eval/accuracy_"
     return [
-        panel for panel in panels if any(_points(steps, metric)[0] and not metric.startswith(unwanted) for metric in panel.curves.values())
+        panel for panel in PANELS if any(_points(steps, metric)[0] and not metric.startswith(unwanted) for metric in panel.curves.values())
     ]
 
 
-def draw_curves(steps: Steps, *, title: str, panels: Sequence[Panel] = PANELS) -> bytes:
+def draw_curves(steps: Steps, *, title: str) -> bytes:
     """Return a PNG with every measured panel, three in a row. Raises ValueError without any."""
-    shown = drawable(steps, panels)
+    shown = drawable(steps)
     if not shown:
         raise ValueError("nothing was measured in this run, so there are no curves to draw")
     columns = min(3, len(shown))
@@ -140,10 +140,9 @@ def _points(steps: Steps, metric: str) -> tuple[list[int], list[float]]:
 
 
 def _smooth(values: Sequence[float], *, width: int) -> list[float]:
-    """Return a smoothed curve without a bend at the ends.
+    """Return the value of a line fitted to `width` values on each side, without a bend at the ends.
 
-    Each value is that of a straight line fitted to `width` values on each side, within the range of
-    these values: no accuracy above 1, no length below 0.
+    It stays within the range of these values: no accuracy above 1, no length below 0.
     """
     smoothed = []
     for index in range(len(values)):

@@ -16,8 +16,6 @@ from megatron_rl.report.curves import Steps, draw_curves, drawable
 
 CURVES_FILE = "curves.png"
 
-_BEYOND = "\N{WARNING SIGN}"
-"""Mark beside a last value beyond the healthy range."""
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #0f172a; background: #f8fafc; margin: 0; }
 main { max-width: 1100px; margin: 0 auto; padding: 24px 16px 64px; }
@@ -102,7 +100,7 @@ def _final_rows(steps: Steps) -> list[tuple[str, ...]]:
         values = [metrics[name] for metrics in steps.values() if name in metrics]
         info = find_info(name)
         described = (info.unit, info.meaning, info.healthy) if info is not None else ("", "not in the table of metrics", "")
-        mark = f" {_BEYOND}" if is_beyond_healthy(name, values[-1]) else ""
+        mark = " \N{WARNING SIGN}" if is_beyond_healthy(name, values[-1]) else ""
         rows.append((name, _shown(values[0]), f"{_shown(values[-1])}{mark}", *described))
     return rows
 
