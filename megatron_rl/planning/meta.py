@@ -97,7 +97,7 @@ class MetaTensors(TorchFunctionMode):
         self._handlers: tuple[tuple[frozenset[Any], Callable[..., Any]], ...] = (
             (frozenset(self._replaced), lambda func, args, kwargs: self._replaced[func](*args, **kwargs)),
             (_FACTORIES, _make),
-            (_LIKE_FACTORIES, _make_like),
+            (_LIKE_FACTORIES, lambda func, args, kwargs: _make(func, args, {"dtype": args[0].dtype, **kwargs})),
             (_VALUE_FACTORIES, _make_values),
             (_READS, lambda func, args, kwargs: func(*args, **kwargs)),
         )
@@ -158,11 +158,6 @@ def _make(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     wanted, dtype = kwargs.pop("device", None), kwargs.get("dtype")
     meta = dtype is None or dtype.is_floating_point or _asks_for_meta(wanted)
     return func(*args, **kwargs, device=META if meta else "cpu")
-
-
-def _make_like(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Make a tensor of a given shape, with another tensor's dtype unless a dtype is given."""
-    return _make(func, args, {"dtype": args[0].dtype, **kwargs})
 
 
 def _make_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
