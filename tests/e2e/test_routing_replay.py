@@ -33,7 +33,8 @@ from megatron_rl.types import Group, Prompt, Reward, RewardOutcome, StopReason, 
 VOCAB = 64
 SHAPE = MixtureShape(num_layers=3, num_dense_layers=0, num_experts=8, experts_per_token=2)
 PROMPT_LENGTHS = (1, 2, 3, 5, 9, 30, 33)
-MAX_TOKENS = 24
+SAMPLES, MAX_TOKENS = 8, 24
+"""Of each prompt: few tokens change their experts in bfloat16, and these few decide a mean over all."""
 
 
 def make_model(path: Path, *, vocab_size: int = VOCAB) -> Qwen3MoeForCausalLM:
@@ -115,7 +116,7 @@ def test_records_cover_all_tokens_but_the_last(address: EngineAddress, model: tu
 
 
 def generated_batch(address: EngineAddress) -> TrainBatch:
-    """Two samples for each prompt, with rewards 0 and 1, as training gets them."""
+    """Samples for each prompt, with different rewards, as training gets them."""
     random = np.random.default_rng(0)
     prompts = [Prompt(id=str(length), token_ids=random.integers(0, VOCAB, length), text="") for length in PROMPT_LENGTHS]
 
@@ -124,7 +125,11 @@ def generated_batch(address: EngineAddress) -> TrainBatch:
             groups = []
             for prompt in prompts:
                 samples = await single_turn(
-                    prompt=prompt, generator=client, sampling=Sampling(max_tokens=MAX_TOKENS), num_samples=2, tokenizer=NumberTokenizer()
+                    prompt=prompt,
+                    generator=client,
+                    sampling=Sampling(max_tokens=MAX_TOKENS),
+                    num_samples=SAMPLES,
+                    tokenizer=NumberTokenizer(),
                 )
                 groups.append(Group(id=prompt.id, prompt=prompt, samples=samples))
             return groups
@@ -144,12 +149,12 @@ def train_once(model: Path, directory: Path, batch: TrainBatch, *, dtype: str, r
             "run": {"directory": directory / "run"},
             "model": {"path": model, "dtype": dtype},
             "data": {"train": "unused.jsonl"},
-            "training": {"routing_replay": replay, "max_tokens_per_micro_batch": 64},
+            "training": {"routing_replay": replay, "max_tokens_per_micro_batch": 256},
         }
     )
     trainer = Trainer.of(settings, rank=0, init_method=f"file://{directory}/rendezvous-{dtype}-{replay}")
     try:
-        shard = make_shards(batch, dp=1, optimizer_steps=1, max_tokens_per_micro_batch=64, seed=0)[0]
+        shard = make_shards(batch, dp=1, optimizer_steps=1, max_tokens_per_micro_batch=256, seed=0)[0]
         return metric_values(trainer.train_shard(shard)[0])
     finally:
         shutdown()
@@ -165,12 +170,13 @@ def test_replay_brings_the_trainer_closer_to_the_engine(address: EngineAddress, 
     for (dtype, replay), values in outcomes.items():
         print(f"{dtype} replay {replay}: |d log-prob| {values['train/log_prob_diff']:.3g}, changed {values.get('train/routing_changed')}")
     exact, rounded = outcomes["float32", True], outcomes["bfloat16", True]
-    num_sequences = 2 * len(PROMPT_LENGTHS)
+    assert batch.num_sequences == SAMPLES * len(PROMPT_LENGTHS)
     for values in (exact, rounded):
-        assert values["train/routing_replayed"] == pytest.approx(1 - num_sequences / len(batch.tokens))
+        assert values["train/routing_replayed"] == pytest.approx(1 - batch.num_sequences / len(batch.tokens))
     assert exact["train/routing_changed"] < 0.01
     assert exact["train/log_prob_diff"] < 1e-4
     assert 0.005 < rounded["train/routing_changed"] < 0.2
+    # Both means are of the same tokens.
     assert rounded["train/log_prob_diff"] < 0.8 * outcomes["bfloat16", False]["train/log_prob_diff"]
 
 

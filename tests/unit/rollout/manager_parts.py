@@ -89,9 +89,9 @@ def is_constant(text: str) -> bool:
 
 
 @asynccontextmanager
-async def opened(settings: Settings, path: Path) -> AsyncIterator[RolloutManager]:
+async def opened(settings: Settings, path: Path, *, say: Callable[[str], None] = print) -> AsyncIterator[RolloutManager]:
     prompts = RunPrompts.read(settings.model.path, settings.data, seed=settings.run.seed)
-    async with RolloutManager.open(settings, prompts=prompts, buffer=path) as manager:
+    async with RolloutManager.open(settings, prompts=prompts, buffer=path, say=say) as manager:
         await manager.join([ADDRESS], serve_current=True)
         yield manager
 

@@ -10,16 +10,28 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from manager_parts import PROMPTS_PER_STEP, Client, Engine, opened, prompts_of, replace_engines, settings_for, step_of
+from manager_parts import (
+    PROMPTS_PER_STEP,
+    Client,
+    Engine,
+    UnequalRewards,
+    opened,
+    prompts_of,
+    replace_engines,
+    settings_for,
+    step_of,
+)
 
 from megatron_rl.algorithms.advantage import group_advantages
 from megatron_rl.algorithms.objective import Objective
 from megatron_rl.config.settings import Settings
+from megatron_rl.data.buffer import Buffer
 from megatron_rl.data.packing import make_shards
 from megatron_rl.errors import UserError
 from megatron_rl.observe.console import PhaseProgress
 from megatron_rl.observe.metrics import metric_values
-from megatron_rl.types import TrainBatch
+from megatron_rl.rollout import manager as module
+from megatron_rl.types import Reward, RewardOutcome, Sample, TrainBatch
 
 ROLLOUTS = """
 import collections
@@ -150,6 +162,40 @@ def test_too_many_failures_end_the_step_with_the_first_traceback(make_settings: 
     )
     with pytest.raises(UserError, match=message):
         asyncio.run(run(settings, tmp_path / "buffer.sqlite"))
+
+
+def test_failures_below_the_rate_and_long_waits_reach_the_console(
+    make_settings: Callable[..., Settings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    notes: list[Any] = []
+
+    async def score(self: UnequalRewards, sample: Sample) -> Reward:
+        if sample.prompt.text == "1=":
+            return Reward(RewardOutcome.ERROR, message="KeyError: 'answer'\nTraceback")
+        return Reward(RewardOutcome.SCORED, float(sample.index))
+
+    def noted(owner: type) -> type:
+        def init(self: Any, *arguments: Any, note: Any, **others: Any) -> None:
+            notes.append(note)
+            owner.__init__(self, *arguments, note=note, **others)
+
+        return type(owner.__name__, (owner,), {"__init__": init})
+
+    monkeypatch.setattr(UnequalRewards, "score", score)
+    monkeypatch.setattr(module, "RewardRunner", noted(UnequalRewards))
+    monkeypatch.setattr(module, "Buffer", noted(Buffer))
+    settings = make_settings("fails_for_sevens", "reward.max_error_rate=0.5")
+
+    async def work() -> None:
+        Client.engine = engine = Engine(seed=0)
+        async with opened(settings, tmp_path / "buffer.sqlite", say=said.append) as manager:
+            await step_of(manager, engine, 0)
+
+    asyncio.run(work())
+    assert notes == [said.append] * 2, "of waits for the reward workers and for the buffer"
+    assert any(text.startswith("step 1: 2 of 8 trajectories failed: ZeroDivisionError: tool") for text in said), said
+    assert any("reward calls failed: KeyError: 'answer'" in text for text in said), said
 
 
 def test_failures_without_end_are_one_sentence_at_any_rate(make_settings: Callable[..., Settings], tmp_path: Path) -> None:

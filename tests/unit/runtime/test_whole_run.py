@@ -32,6 +32,7 @@ from megatron_rl.observe.summary import read_summary
 from megatron_rl.rollout import manager as manager_module
 from megatron_rl.runtime import session, start
 from megatron_rl.runtime.start import RunStart
+from megatron_rl.runtime.watchdog import Watchdog
 from megatron_rl.types import Floats, Group, Ints, Reward, Sample, StopReason, TrainBatch
 
 ADDRESS = EngineAddress("url", "key", vocab_size=32, context_length=64, max_total_tokens=64, has_tokenizer=False)
@@ -223,6 +224,33 @@ def test_sides_of_shared_devices_take_turns_at_the_start(make_settings: Callable
         "ranks take back parameters",
         "transport opens",
     ]
+
+
+def test_what_takes_as_long_as_a_model_has_its_deadline(make_settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that comes and goes, engines that read and hash all weights, and a probe with the first compiles."""
+    waits: dict[str, float] = {}
+    wait: Callable[..., Any] = Watchdog.wait
+
+    def noted(self: Watchdog, work: Any, *, name: str, timeout_s: float, **others: Any) -> Any:
+        waits[name] = timeout_s
+        return wait(self, work, name=name, timeout_s=timeout_s, **others)
+
+    async def nothing(_self: object, *_: object) -> None:
+        return None
+
+    monkeypatch.setattr(Watchdog, "wait", noted)
+    for owner, name, function in (
+        (Ranks, "put_away", lambda *_: None),
+        (Ranks, "take_back", lambda *_: None),
+        (Client, "release_memory", nothing),
+        (Client, "restore_memory", nothing),
+    ):
+        monkeypatch.setattr(owner, name, function, raising=False)
+    settings = make_settings("runtime.colocate=true", "model.deadline_s=1234")
+    session.train(settings, resume=False)
+    names = [f"{verb} the engines' memory" for verb in ("releasing", "restoring")]
+    names += ["checksums of the engines' weights", f"an engine's reading of {settings.model.path}", "parity probe of the engines"]
+    assert {name: waits[name] for name in names} == dict.fromkeys(names, 1234.0)
 
 
 def test_a_supervised_run_starts_no_engine(make_settings: Callable[..., Settings], tmp_path: Path) -> None:
