@@ -161,6 +161,9 @@ def _assemble(
     handover = 0
     if colocated and engine is not None:
         handover = max(stage.parameters for stage in stages) + engine.weights + CONTEXT_BYTES + ASLEEP_BYTES + buckets
+    # Main memory of the fullest node.
+    on_ranks = max(stage.host for stage in stages) * min(per_node, topology.num_ranks)
+    on_engines = 0 if engine is None else max(1, per_node // engine.num_gpus) * ENGINE_HOST_BYTES
     return RunPlan(
         gpu=gpu,
         layout=str(topology),
@@ -172,7 +175,7 @@ def _assemble(
         colocated=colocated,
         asleep=ASLEEP_BYTES if colocated else 0,
         handover=handover,
-        host_per_node=_host_bytes(stages, engine, topology, per_node=per_node, colocated=colocated),
+        host_per_node=on_ranks + on_engines if colocated else max(on_ranks, on_engines),
     )
 
 
@@ -241,15 +244,6 @@ def count_micro_batches(training: TrainingSettings, *, longest: int, num_sequenc
     sequences = -(-num_sequences // topology.dp)
     count = -(-sequences // together)
     return -(-count // topology.pp) * topology.pp if topology.vpp > 1 else count
-
-
-def _host_bytes(stages: Sequence[StageMemory], engine: EngineMemory | None, topology: Topology, *, per_node: int, colocated: bool) -> int:
-    """Return the main memory of the fullest node: ranks and, where present, engines."""
-    ranks = max(stage.host for stage in stages) * min(per_node, topology.num_ranks)
-    if engine is None:
-        return ranks
-    engines = max(1, per_node // engine.num_gpus) * ENGINE_HOST_BYTES
-    return ranks + engines if colocated else max(ranks, engines)
 
 
 def most_held(held: Sequence[int], *, stage: int, pp: int, num_micro_batches: int) -> tuple[int, float]:

@@ -62,7 +62,7 @@ def best_layouts(
         )
     ranks = counted(num_gpus, "rank")
     likely = [candidate for candidate in found if candidate.num_bytes <= _MARGIN * gpu.memory_bytes]
-    fitting: list[tuple[float, int, Settings, RunPlan]] = []
+    fitting: list[tuple[Candidate, RunPlan]] = []
     for first in range(0, min(len(likely), _BUILT_AT_MOST), _BUILT_AT_ONCE):
         last = min(first + _BUILT_AT_ONCE, len(likely), _BUILT_AT_MOST)
         say(f"{ranks}: building layouts {first + 1}-{last} of {len(likely)} likely ones, of {len(found)} that divide the model")
@@ -83,17 +83,15 @@ def best_layouts(
             f"{Topology.of(smallest.settings.training.topology)}, needs {smallest.num_bytes / GIB:.1f} GiB of "
             f"{gpu.memory_bytes / GIB:.1f}; {advice}use more GPUs"
         )
-    return [(one, plan) for _, _, one, plan in sorted(fitting, key=lambda row: row[:2])[:keep]]
+    best = sorted(fitting, key=lambda found: (found[0].cost_s, found[1].peak))
+    return [(candidate.settings, plan) for candidate, plan in best[:keep]]
 
 
-def _fitting(built: Sequence[Candidate], spec: ModelSpec, gpu: Gpu) -> list[tuple[float, int, Settings, RunPlan]]:
-    """Return cost, peak bytes, settings and plan of the layouts whose trainers fit on GPUs."""
+def _fitting(built: Sequence[Candidate], spec: ModelSpec, gpu: Gpu) -> list[tuple[Candidate, RunPlan]]:
+    """Return the layouts whose trainers fit on GPUs, with their plans."""
     plans = plan_layouts([candidate.settings for candidate in built], spec, gpu=gpu, num_nodes=None)
-    return [
-        (candidate.cost_s, plan.peak, candidate.settings, plan)
-        for candidate, plan in zip(built, plans, strict=True)
-        if not isinstance(plan, str) and plan.peak <= gpu.memory_bytes
-    ]
+    found = zip(built, plans, strict=True)
+    return [(candidate, plan) for candidate, plan in found if not isinstance(plan, str) and plan.peak <= gpu.memory_bytes]
 
 
 def candidates(settings: Settings, spec: ModelSpec, *, gpu: Gpu, num_gpus: int) -> Iterator[Candidate]:
