@@ -53,9 +53,10 @@ def test_file_beyond_the_size_limit_keeps_the_old_content(tmp_path: Path) -> Non
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_full_disk_becomes_a_user_error_with_the_fix(tmp_path: Path) -> None:
+def test_full_disk_becomes_a_user_error_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     full = Path("/dev/full")
-    with pytest.raises(UserError, match=r"cannot write .*No space left.*free space on this disk"), disk_errors(full):
+    monkeypatch.setattr(files, "_free_bytes", lambda path: 45 * 2**20)
+    with pytest.raises(UserError, match=r"cannot write .*No space left.* \(45 MiB free\); free space on this disk"), disk_errors(full):
         full.write_text("x")
 
 

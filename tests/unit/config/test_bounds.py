@@ -74,6 +74,8 @@ def test_sizes_that_no_consumer_takes(overrides: list[str], part: str) -> None:
 def test_the_largest_seed_reaches_the_last_engine() -> None:
     settings = validate_settings(apply_overrides(SMALLEST, ["run.seed=1431655764", "rollout.num_engines=3"]), origin="test")
     assert settings.run.seed * 3 + 2 < 2**32 <= (settings.run.seed + 1) * 3 + 2
+    with pytest.raises(UserError, match=r"1431655765 .* \+ 2 = 4294967297 is the seed of the last engine.* to 1431655764 or less"):
+        validate_settings(apply_overrides(SMALLEST, ["run.seed=1431655765", "rollout.num_engines=3"]), origin="test")
 
 
 def test_home_directories_are_expanded(monkeypatch: pytest.MonkeyPatch) -> None:

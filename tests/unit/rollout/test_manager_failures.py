@@ -53,6 +53,12 @@ async def loses_the_first(*, prompt, **arguments):
     if int(prompt.text.rstrip("=")) % 4 == 0 and number in (0, 1, 5):
         raise ZeroDivisionError("tool")
     return await single_turn(prompt=prompt, **arguments)
+
+rooms = []
+
+async def notes_its_room(*, generator, **arguments):
+    rooms.append(generator.context)
+    return await single_turn(generator=generator, **arguments)
 """
 
 
@@ -196,6 +202,15 @@ def test_failures_below_the_rate_and_long_waits_reach_the_console(
     assert notes == [said.append] * 2, "of waits for the reward workers and for the buffer"
     assert any(text.startswith("step 1: 2 of 8 trajectories failed: ZeroDivisionError: tool") for text in said), said
     assert any("reward calls failed: KeyError: 'answer'" in text for text in said), said
+
+
+def test_a_rollout_is_told_what_a_micro_batch_holds(make_settings: Callable[..., Settings], tmp_path: Path) -> None:
+    """20 tokens on each of two context parallel ranks; the engine would take 64."""
+    import failing_rollouts  # type: ignore[import-not-found]
+
+    budget = "training={max_tokens_per_micro_batch: 20, topology: {num_ranks: 2, cp: 2}}"
+    asyncio.run(run(make_settings("notes_its_room", "data.max_prompt_tokens=16", budget), tmp_path / "buffer.sqlite", steps=range(1)))
+    assert set(failing_rollouts.rooms) == {40}
 
 
 def test_failures_without_end_are_one_sentence_at_any_rate(make_settings: Callable[..., Settings], tmp_path: Path) -> None:

@@ -152,6 +152,7 @@ def test_with_replay_the_trainer_takes_each_engine_s_experts() -> None:
     [
         ([0.0, 0.0, 0.0, 50.0], True),  # One of four may be anything finite.
         ([0.0, 0.0, 0.2, 0.2], False),
+        ([0.0, 0.0, 0.0, 0.2, 0.2], False),  # The median is that of a sound engine.
         ([0.011, 0.011, 0.011, 0.0], False),
         ([0.0, 0.009, 0.009, 0.05], True),
         ([0.0, 0.0, 0.0, np.nan], False),
@@ -159,9 +160,9 @@ def test_with_replay_the_trainer_takes_each_engine_s_experts() -> None:
     ],
 )
 def test_median_outliers_and_non_finite_values_are_judged(apart: list[float], passes: bool) -> None:
-    trainer = np.full(5, -1.0, np.float32)
+    trainer = np.full(len(apart) + 1, -1.0, np.float32)
     engine = trainer - np.array([*apart, 7.77], np.float32)
-    mask = np.array([True] * 4 + [False])
+    mask = np.array([True] * len(apart) + [False])
     if passes:
         report = check_parity(engine, trainer, mask_T=mask, limits=LIMITS)
         assert report.num_tokens == 4 and report.maximum == pytest.approx(max(apart), rel=1e-5)
