@@ -111,7 +111,8 @@ def run_step(
 ) -> StepResult:
     """Return the step under `layout`; `coefficients` are those that the objective begins with when None."""
     if coefficients is None and isinstance(objective, Objective):
-        coefficients = Coefficients.begin(objective)
+        kl, entropy = objective.kl, objective.entropy
+        coefficients = Coefficients(entropy=0.0 if entropy is None else entropy.coef, kl_loss=0.0 if kl is None else kl.coef)
     leaves = {name: tensor.clone() for name, tensor in step.tokens.items()}
     for name in _WITH_GRADIENT:
         if name in leaves:

@@ -1,10 +1,8 @@
-"""Advantages per token from the rewards of a batch: the form of all estimators, and those by groups.
+"""Advantages per token from the rewards of a batch: the form of all estimators, and those by groups of equal ids.
 
-`scores` comes first, over the whole batch, because a baseline needs groups held by other ranks.
-`of_tokens` follows, over the sequences of one rank. Samples are grouped by id, never by position.
-
-Legend: B samples of the whole batch, over all ranks; a trajectory of several samples counts once. K
-reward components. S sequences of one rank laid end to end, T their tokens. All maths is float64.
+`scores` come first, over the whole batch: a baseline needs groups of other ranks. Legend: B samples
+of all ranks, a trajectory of several counts once. K reward components. S sequences of one rank laid
+end to end, T their tokens. All maths is float64.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 from megatron_rl.algorithms.aggregation import identity
 from megatron_rl.algorithms.choices import Choice, check_fields, doc
 from megatron_rl.algorithms.lazy_torch import Tensor, torch
-from megatron_rl.algorithms.returns import CONSTANT_TOLERANCE, whiten
+from megatron_rl.algorithms.returns import CONSTANT_TOLERANCE, token_rewards, whiten
 
 AllReduceSum: TypeAlias = "Callable[[Tensor], Tensor]"
 """A tensor -> the sum of it over all ranks that hold different tokens; every rank calls it equally often."""
@@ -70,12 +68,11 @@ class Groups:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Samples:
-    """The input of an estimator: `rewards` [B], or [B, K] of components, float64, with `group_ids`
-    [B] of one prompt each.
+    """The input of an estimator: `rewards` [B], or [B, K] of components, float64, with `group_ids` [B] of one prompt each.
 
-    `lengths` [B] trainable tokens: weights of opo's baseline and of whitening over tokens.
-    `baselines` [B]: reward of the prompt's greedy response. Raises ValueError for wrong shapes and
-    for rewards that are not finite.
+    `lengths` [B] trainable tokens: weights of opo's baseline and of whitening. `baselines` [B]:
+    greedy responses' rewards. Raises ValueError for wrong shapes and for rewards that are not
+    finite.
     """
 
     rewards: Tensor
@@ -128,6 +125,10 @@ class TokenPlaces:
         """Return `scores` [S] at the trainable tokens of their sequences, [T]."""
         return scores.repeat_interleave(self.cu_seqlens.diff()).masked_fill(~self.loss_mask, 0.0)
 
+    def rewards(self, scores: Tensor) -> Tensor:
+        """Return token rewards [T]: the sequence's of `scores` [S] at its end, minus each token's KL."""
+        return token_rewards(rewards=scores, loss_mask=self.loss_mask, cu_seqlens=self.cu_seqlens, kl=self.kl, kl_coef=self.kl_coef)
+
 
 def whiten_field() -> Any:
     """Return the field of estimators that end with whitening."""
@@ -167,19 +168,15 @@ class Advantage(Choice):
         scores, groups = self.scores(samples), samples.groups
         return (groups.sum((scores != 0).double()) == 0)[groups.index]
 
-    def by_token(self, scores: Tensor, places: TokenPlaces) -> tuple[Tensor, Tensor | None]:
-        """Return advantages [T] before whitening, and returns [T] for a critic or None, from the
-        `scores` [S] of one rank.
-        """
+    def _by_token(self, scores: Tensor, places: TokenPlaces) -> tuple[Tensor, Tensor | None]:
+        """Return advantages [T] before whitening, and a critic's returns [T] or None, from the `scores` [S] of one rank."""
         return places.spread(scores), None
 
     def of_tokens(self, scores: Tensor, places: TokenPlaces, *, all_reduce_sum: AllReduceSum = identity) -> tuple[Tensor, Tensor | None]:
-        """Return advantages [T], and returns [T] for a critic or None, 0 at masked positions, from
-        the `scores` [S] of one rank.
-
-        Whitened where the settings say so: `all_reduce_sum` adds over data-parallel ranks.
+        """Return advantages [T], and a critic's returns [T] or None, 0 at masked positions;
+        whitened over all ranks where set.
         """
-        advantages, returns = self.by_token(scores, places)
+        advantages, returns = self._by_token(scores, places)
         if places.distillation_coef and places.teacher_log_ratio is not None:
             advantages = advantages - places.distillation_coef * places.teacher_log_ratio.double().masked_fill(~places.loss_mask, 0.0)
         if self.whitens_tokens:
@@ -202,19 +199,14 @@ def group_advantages(
     """Return one advantage per sample, [B] float64, for all tokens of the sample, from the arguments of `Samples`.
 
     Equal rewards, and a lone sample, give exactly 0 where the group is the baseline. Raises
-    ValueError for wrong shapes, rewards that are not finite, an estimator with a critic, and
-    missing input of an estimator; UserError for a wrong result of an estimator of your own.
-
-    Example: `group_advantages(GroupAdvantage(), rewards=rewards, group_ids=group_ids,
-    lengths=lengths)`
+    ValueError for wrong or missing input and for an estimator with a critic; UserError for a wrong
+    result of an estimator of your own.
     """
     return estimator.of_samples(Samples(rewards=rewards, group_ids=group_ids, lengths=lengths, baselines=baselines))
 
 
 def whiten_samples(values: Tensor, weights: Tensor) -> Tensor:
-    """Return `values` [B] with mean 0 and unbiased variance 1, each counted `weights` [B] times; 0
-    if equal but for rounding.
-    """
+    """Return `values` [B] with mean 0 and unbiased variance 1, each counted `weights` [B] times; 0 if equal to rounding."""
     count = weights.double()
     used = count > 0
     if not bool(used.any()) or bool((values[used] == values[used][0]).all()):
@@ -234,7 +226,7 @@ def whiten_samples(values: Tensor, weights: Tensor) -> Tensor:
 class _Compared(Advantage):
     """An estimator whose numbers are 0 for equal rewards and lone samples."""
 
-    def compared(self, values: Tensor, groups: Groups, samples: Samples) -> Tensor:
+    def _compared(self, values: Tensor, groups: Groups, samples: Samples) -> Tensor:
         """Return the advantages [B] of `values` [B] where there is something to compare."""
         raise NotImplementedError
 
@@ -244,7 +236,7 @@ class _Compared(Advantage):
         if len(values) == 0:
             return values.clone()
         alone = groups.constant(values) | (groups.sizes == 1)[groups.index]
-        return torch.where(alone, 0.0, self.compared(values, groups, samples))
+        return torch.where(alone, 0.0, self._compared(values, groups, samples))
 
 
 def plain_rewards(samples: Samples, kind: str) -> Tensor:
@@ -268,8 +260,8 @@ class _Scaled(_Compared):
                 f"{type(self).__name__}.std_epsilon is {self.std_epsilon} with scale 'none', which divides by nothing; remove it"
             )
 
-    def divisor(self, values: Tensor, groups: Groups) -> Tensor:
-        """Return what each sample's advantage is divided by, [B]."""
+    def _divisor(self, values: Tensor, groups: Groups) -> Tensor:
+        """Return the divisor [B] of each sample's advantage."""
         if self.scale == "none":
             return torch.ones_like(values)
         spread_of = groups if self.scale == "std" else Groups.of(torch.zeros_like(values))
@@ -282,9 +274,8 @@ class GroupAdvantage(_Scaled):
 
     kind: Literal["group"] = "group"
 
-    def compared(self, values: Tensor, groups: Groups, samples: Samples) -> Tensor:
-        """Return the scaled distance [B] from the group's mean."""
-        return groups.deviations(values) / self.divisor(values, groups)
+    def _compared(self, values: Tensor, groups: Groups, samples: Samples) -> Tensor:
+        return groups.deviations(values) / self._divisor(values, groups)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,8 +284,7 @@ class LeaveOneOut(_Compared):
 
     kind: Literal["rloo"] = "rloo"
 
-    def compared(self, values: Tensor, groups: Groups, samples: Samples) -> Tensor:
-        """Return the distance [B] from the mean of the others."""
+    def _compared(self, values: Tensor, groups: Groups, samples: Samples) -> Tensor:
         size = groups.sizes[groups.index]
         return torch.where(size > 1, groups.deviations(values) * size / (size - 1).clamp(min=1), 0.0)
 
@@ -305,8 +295,7 @@ class LengthWeighted(_Compared):
 
     kind: Literal["opo"] = "opo"
 
-    def compared(self, values: Tensor, groups: Groups, samples: Samples) -> Tensor:
-        """Return the distance [B] from the mean of all trainable tokens' rewards."""
+    def _compared(self, values: Tensor, groups: Groups, samples: Samples) -> Tensor:
         deviations, weights = groups.deviations(values), samples.lengths.double()
         total = groups.sum(weights)
         baseline = groups.sum(weights * deviations) / torch.where(total > 0, total, 1.0)
@@ -319,15 +308,14 @@ class PassAtK(_Scaled):
 
     kind: Literal["pass@k"] = "pass@k"
 
-    def compared(self, values: Tensor, groups: Groups, samples: Samples) -> Tensor:
-        """Return the scaled margin [B] of the best."""
+    def _compared(self, values: Tensor, groups: Groups, samples: Samples) -> Tensor:
         best = groups.extreme(values, "amax")[groups.index]
         position = torch.arange(len(values), dtype=torch.float64)
         first = groups.extreme(torch.where(values == best, position, float("inf")), "amin")[groups.index]
         winner = position == first
         second = groups.extreme(torch.where(winner, float("-inf"), values), "amax")[groups.index]
         margin = torch.where(second.isfinite(), best - second, 0.0)
-        return torch.where(winner, margin / self.divisor(values, groups), 0.0)
+        return torch.where(winner, margin / self._divisor(values, groups), 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

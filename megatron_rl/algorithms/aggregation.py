@@ -1,11 +1,9 @@
 """Sequences and token weights of one micro-batch: the one place of denominators.
 
-Every term of the objective is sum_t w_t l_t. The weights carry mask and normalisation and come from
-counts over the whole optimizer step, so the sum is additive over micro-batches and over data- and
-context-parallel ranks. A sequence is one piece of model input: ratios and masks belong to the
-sequence, in any trajectory.
-
-Legend: T tokens of this rank's part of the micro-batch, S its sequences.
+Every term of the objective is sum_t w_t l_t. The weights carry mask and normalisation, from counts
+over the whole optimizer step, so the sum is additive over micro-batches and ranks. A sequence is
+one piece of model input: ratios and masks belong to it, in any trajectory. Legend: T tokens of this
+rank's part of the micro-batch, S its sequences.
 """
 
 from __future__ import annotations
@@ -98,15 +96,14 @@ class LossInputs:
     positions may hold anything.
 
     `sequence_index` [T] int64 in [0, S), `sequence_tokens` [S] trainable of the whole sequence over
-    all context-parallel ranks. Log-probs and entropies are in nats: `log_probs` (with gradient),
-    `entropy`, `varentropy` of the current policy; `old_log_probs` of the proximal one, before the
-    step's first update; `rollout_log_probs` of the generating one; `ref_log_probs` of the reference
-    or teacher. `kl_mask`: tokens with a KL term in the loss, all when None. `token_keys` int64: any
-    number unique to the token within the step (clip_cov). `selection_log_probs`,
-    `selection_entropy`: the inputs of `step_statistics`, where not from the current pass.
-    `trajectory_ids` [S] int64 name each sequence's trajectory in the whole step, and
-    `trajectory_tokens` [S] count its trainable tokens; None on every rank where each sequence is a
-    trajectory.
+    all context-parallel ranks. In nats: `log_probs` (with gradient), `entropy`, `varentropy` of the
+    current policy; `old_log_probs` of the proximal one, before the step's first update;
+    `rollout_log_probs` of the generating one; `ref_log_probs` of the reference or teacher.
+    `kl_mask`: tokens with a KL in the loss, all when None. `token_keys` int64: unique within the
+    step (clip_cov). `selection_log_probs`, `selection_entropy`: the inputs of `step_statistics`,
+    where not from the current pass. `trajectory_ids` [S] int64 name each sequence's trajectory in
+    the whole step, and `trajectory_tokens` [S] count its trainable tokens; None on every rank where
+    each sequence is a trajectory.
     """
 
     loss_mask: Tensor
@@ -144,9 +141,7 @@ class LossInputs:
         return Sequences(self.sequence_index, self.loss_mask, self.sequence_tokens, sequence_sum, self.trajectory_tokens)
 
     def present(self, name: str, sequences: Sequences) -> Tensor:
-        """Return the tensor `name` [T] in at least float32 with zeros at masked positions. Raises
-        ValueError for a missing one.
-        """
+        """Return the tensor `name` [T] in at least float32 with zeros at masked positions. Raises ValueError without it."""
         tensor: Tensor | None = getattr(self, name)
         if tensor is None:
             raise ValueError(f"compute_loss got no {name}, which this objective needs")

@@ -6,6 +6,7 @@ dataclasses as settings.
 """
 
 import functools
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
@@ -16,7 +17,7 @@ Load = Callable[..., Callable[..., Any]]
 _LARGEST = 2**31 - 1
 """Squares and products of such numbers are still finite in float32. Neither infinities nor NaN are below it."""
 
-_SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+_BOUNDS = {"ge": (">=", operator.ge), "gt": (">", operator.gt), "le": ("<=", operator.le), "lt": ("<", operator.lt)}
 
 
 def doc(description: str, default: Any, **bounds: float) -> Any:
@@ -61,11 +62,6 @@ def check_fields(owner: Any) -> None:
             raise ValueError(f"{name}.{item.name} is {value}, needs finite numbers of at most {_LARGEST}; null leaves a bound out")
         if value is None or isinstance(value, bool) or not isinstance(value, (int, float)):
             continue
-        limits = item.metadata
-        inside = (
-            value >= limits.get("ge", value) and value <= limits.get("le", value)
-            and ("gt" not in limits or value > limits["gt"]) and ("lt" not in limits or value < limits["lt"])
-        )  # fmt: skip
-        if not inside:
-            bounds = ", ".join(f"{_SIGNS[key]} {limit}" for key, limit in limits.items() if key in _SIGNS)
-            raise ValueError(f"{name}.{item.name} is {value}, needs a number {bounds}")
+        limits = [(*_BOUNDS[key], limit) for key, limit in item.metadata.items() if key in _BOUNDS]
+        if not all(holds(value, limit) for _, holds, limit in limits):
+            raise ValueError(f"{name}.{item.name} is {value}, needs a number {', '.join(f'{sign} {limit}' for sign, _, limit in limits)}")

@@ -23,20 +23,12 @@ class Coefficients:
     def fixed(cls, objective: Objective) -> "Coefficients":
         """Return the coefficients set by `objective`. Raises ValueError when a controller moves one from step to step."""
         kl, entropy = objective.kl, objective.entropy
-        for name, moved in (
-            ("entropy", entropy is not None and isinstance(entropy.control, CoefficientControl)),
-            ("kl", kl is not None and kl.control is not None),
-        ):
-            if moved:
-                raise ValueError(
-                    f"Objective.{name}.control moves a coefficient of the loss from step to step; pass the step's coefficients"
-                )
-        return cls.begin(objective)
-
-    @classmethod
-    def begin(cls, objective: Objective) -> "Coefficients":
-        """Return the first coefficients of `objective`."""
-        kl, entropy = objective.kl, objective.entropy
+        moved = {
+            "entropy": entropy is not None and isinstance(entropy.control, CoefficientControl),
+            "kl": kl is not None and kl.control is not None,
+        }
+        for name in (name for name, moves in moved.items() if moves):
+            raise ValueError(f"Objective.{name}.control moves a coefficient of the loss from step to step; pass the step's coefficients")
         return cls(entropy=0.0 if entropy is None else entropy.coef, kl_loss=0.0 if kl is None else kl.coef)
 
 
@@ -55,8 +47,7 @@ class ControlState:
 
     @classmethod
     def restored(cls, objective: Objective, plain: Mapping[str, Any]) -> "ControlState":
-        """Return the state in `plain`; a controller unknown to `plain` starts anew, and a fixed
-        coefficient stays the setting's.
+        """Return the state in `plain`; unknown controllers start anew, and fixed coefficients stay the setting's.
 
         Raises UserError when `plain` is the state of another controller of the entropy.
         """
@@ -82,10 +73,8 @@ class ControlState:
         return 0.0 if objective.kl_reward is None else self.kl_coef
 
     def of_step(self, objective: Objective, entropy: float | None = None) -> tuple[Objective, Coefficients]:
-        """Return the coming step's objective, with the controllers' values, and its coefficients.
-
-        `entropy`, nats per token, is that of the policy before the step, where
-        `needs_entropy_before_step`.
+        """Return the coming step's objective, with the controllers' values, and its coefficients;
+        `entropy` is that before it.
         """
         kl_loss = 0.0 if objective.kl is None else self.kl_coef
         if objective.entropy is None or objective.entropy.control is None:
@@ -100,10 +89,8 @@ class ControlState:
         return moved, Coefficients(objective.entropy.coef, kl_loss)
 
     def updated(self, objective: Objective, *, entropy: float | None, kl: float | None, num_sequences: int) -> "ControlState":
-        """Return the state after a finished step of `num_sequences` sequences.
-
-        `entropy` is the mean per token over all ranks, and `kl` the mean over sequences of the KL
-        per token, in nats; None without a measurement.
+        """Return the state after a step; `entropy` and `kl` are means per token, nats, `kl` over
+        sequences; None if not measured.
         """
         state, kl_coef, term = self.entropy, self.kl_coef, objective.kl or objective.kl_reward
         control = None if objective.entropy is None else objective.entropy.control

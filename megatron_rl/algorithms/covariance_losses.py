@@ -6,6 +6,7 @@ step. Legend: T tokens of this rank.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -18,10 +19,7 @@ from megatron_rl.algorithms.policy_loss import CappedClip, Gather, PolicyLossTer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Covariances:
-    """Covariances of the step's tokens: their centre, and the `limit` of the choice, None for none.
-
-    kl_cov's limit is the smallest chosen covariance, clip_cov's the largest chosen hash by `seed`.
-    """
+    """The centre of the step's covariances, and the `limit` of the choice: kl_cov's smallest one, clip_cov's largest hash."""
 
     advantage_mean: float = 0.0
     log_prob_mean: float = 0.0
@@ -29,14 +27,12 @@ class Covariances:
     seed: int = 0
 
     @classmethod
-    def centred(cls, parts: Sequence[PolicyTerms], gather: Gather, *, seed: int) -> Covariances | None:
-        """Return the step's covariances without a limit from this rank's `parts`; None for a step
-        without a trainable token.
-        """
+    def centred(cls, parts: Sequence[PolicyTerms], gather: Gather, *, seed: int) -> Covariances:
+        """Return the step's covariances without a limit from this rank's `parts`; around 0 in a step without tokens."""
         log_probs = gathered([_seen(terms)[terms.sequences.mask] for terms in parts], gather, torch.float64)
         advantages = gathered([terms.advantages[terms.sequences.mask] for terms in parts], gather, torch.float64)
         if len(log_probs) == 0:
-            return None
+            return cls(seed=seed)
         return cls(advantage_mean=float(advantages.mean()), log_prob_mean=float(log_probs.mean()), seed=seed)
 
     def of(self, terms: PolicyTerms) -> Tensor:
@@ -70,13 +66,9 @@ class KlCov(RatioLoss):
     def statistics(self, parts: Sequence[PolicyTerms], *, num_tokens: int, gather: Gather, seed: int) -> Covariances:
         """Return the centre and the smallest chosen covariance."""
         centre = Covariances.centred(parts, gather, seed=seed)
-        if centre is None:
-            return Covariances(seed=seed)
         values = gathered([centre.of(terms)[terms.sequences.mask] for terms in parts], gather, torch.float64)
         count = min(max(1, int(self.fraction * num_tokens)), len(values))
-        return Covariances(
-            advantage_mean=centre.advantage_mean, log_prob_mean=centre.log_prob_mean, limit=float(values.topk(count).values[-1]), seed=seed
-        )
+        return dataclasses.replace(centre, limit=float(values.topk(count).values[-1]) if count else None)
 
     def chosen(self, terms: PolicyTerms, statistics: Covariances) -> Tensor:
         """Return the tokens [T] of highest covariance."""
@@ -112,19 +104,16 @@ class ClipCov(CappedClip):
 
     def _candidates(self, terms: PolicyTerms, covariances: Tensor) -> Tensor:
         """Return candidate tokens [T]: trainable, not clipped, covariance within bounds."""
-        events = self.clip_events(bounded_exp(terms.log_ratio.detach()), terms.advantages)
+        events = self._clip_events(bounded_exp(terms.log_ratio.detach()), terms.advantages)
         clipped = events["clip_fraction_low"] | events["clip_fraction_high"]
         return terms.sequences.mask & ~clipped & (covariances > self.covariance_low) & (covariances < self.covariance_high)
 
     def statistics(self, parts: Sequence[PolicyTerms], *, num_tokens: int, gather: Gather, seed: int) -> Covariances:
         """Return the centre and the largest chosen hash."""
         centre = Covariances.centred(parts, gather, seed=seed)
-        if centre is None:
-            return Covariances(seed=seed)
         keys = gathered([hashed(_keys(terms), seed)[self._candidates(terms, centre.of(terms))] for terms in parts], gather, torch.int64)
         count = min(max(1, int(self.fraction * num_tokens)), len(keys))
-        limit = int(keys.kthvalue(count).values) if len(keys) else None
-        return Covariances(advantage_mean=centre.advantage_mean, log_prob_mean=centre.log_prob_mean, limit=limit, seed=seed)
+        return dataclasses.replace(centre, limit=int(keys.kthvalue(count).values) if count else None)
 
     def chosen(self, terms: PolicyTerms, statistics: Covariances) -> Tensor:
         """Return the removed tokens [T]."""

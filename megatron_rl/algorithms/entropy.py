@@ -82,9 +82,7 @@ class Entropy(Choice):
 
     @property
     def has_bonus(self) -> bool:
-        """Return True when the loss has an entropy term, also where a controller's present value is
-        0, and could not leave it.
-        """
+        """Return True when the loss has an entropy term, whatever a controller's present coefficient is."""
         return self.coef != 0 or isinstance(self.control, CoefficientControl)
 
 
@@ -105,10 +103,8 @@ class EntropyState:
         return cls(control.kind, control.initial if isinstance(control, ClipHighControl) else entropy.coef)
 
     def applied(self, control: CoefficientControl | ClipHighControl, entropy: float | None = None) -> float:
-        """Return the coming step's coefficient (0 behind a closed gate) or clip growth.
-
-        `entropy`, nats per token, is that before the step. Raises ValueError when the paper's rule
-        gets none.
+        """Return the coming step's coefficient (0 behind a closed gate) or clip growth. Raises
+        ValueError without `entropy`.
         """
         last, target = self.last_entropy, control.target
         if control.kind == "paper" and entropy is None:
@@ -122,9 +118,7 @@ class EntropyState:
         return self.value if is_open[control.kind] else 0.0
 
     def updated(self, control: CoefficientControl | ClipHighControl, entropy: float) -> "EntropyState":
-        """Return the state after a step of this global mean entropy, nats per token. Raises
-        ValueError when it is not finite.
-        """
+        """Return the state after a step of this mean entropy, nats per token. Raises ValueError when it is not finite."""
         if not math.isfinite(entropy):
             raise ValueError(f"EntropyState.updated got entropy {entropy}, needs a finite number of nats per token; skip such a step")
         if entropy == control.target:

@@ -38,17 +38,15 @@ def head_statistics(
 ) -> TokenStatistics:
     """Return `token_statistics` of the logits `hidden` [N, H] x `weight` [V, H] transposed, at `targets` [N].
 
-    With `group` each rank gets the gradient of `hidden` from the rank's own columns: the sum over
-    ranks is the caller's. Collective over `group` in the forward pass, once for any N, and not in
-    the backward pass.
+    With `group` each rank gets the gradient of `hidden` from its own columns: the sum over ranks is
+    the caller's. Collective over `group` in the forward pass, once for any N, and not in the
+    backward pass.
 
-    `gradient_buffer` [V, H] is the final place of the summed gradients of `weight`: those of all
-    chunks but the last are added right away, the last one's is returned. Without a buffer all are
-    summed in float32 (float64 for float64 weights). `rows` computes statistics and gradients of a
-    chunk's logits; the matrix products are always torch's.
-
-    A target outside the vocabulary has log-prob -inf: a check would wait for the device. Raises
-    ValueError when shapes disagree or the temperature is not positive.
+    `gradient_buffer` [V, H] is the place of the summed gradients of `weight`, except the last
+    chunk's, which is returned. Without it all are summed in float32 (float64 for float64 weights).
+    `rows` does a chunk's maths; the matrix products are always torch's. A target outside the
+    vocabulary has log-prob -inf: a check would wait for the device. Raises ValueError when shapes
+    disagree or the temperature is not positive.
     """
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1] or targets.shape != hidden.shape[:1]:
         shapes = [tuple(tensor.shape) for tensor in (hidden, weight, targets)]
@@ -115,9 +113,7 @@ class _HeadStatistics(torch.autograd.Function):
 
 
 class _WeightSum:
-    """The weight's gradient over chunks, summed in the dtype of a buffer: in the weight's own, the
-    sum would lose digits.
-    """
+    """The weight's gradient over chunks, summed in a buffer's dtype: in the weight's own it would lose digits."""
 
     def __init__(self, weight: Tensor, buffer: Tensor | None) -> None:
         self._weight = weight
@@ -135,18 +131,14 @@ class _WeightSum:
         add_product(self._total, chunk.t(), hidden)
 
     def gradient(self) -> Tensor:
-        """Return the gradient [V, H] outside the caller's buffer: the last chunk's, or all without
-        a buffer; zeros without chunks.
-        """
+        """Return the gradient [V, H] outside the caller's buffer: the last chunk's, all without a buffer, or zeros."""
         if self._last is not None:
             return self._last
         return self._total.to(self._weight.dtype) if self._own and self._total is not None else torch.zeros_like(self._weight)
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add `left` [A, B] x `right` [B, C] to `total` [A, C], possibly of a wider dtype, on a GPU
-    without rounding to the narrow one.
-    """
+    """Add `left` [A, B] x `right` [B, C] to `total` [A, C]; GPUs add to a wider dtype without rounding to the narrow one."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     elif left.device.type == "cpu":

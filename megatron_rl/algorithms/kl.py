@@ -60,11 +60,8 @@ def kl_estimate(log_probs: Tensor, *, reference: Tensor, estimator: KLEstimator)
 
 
 def kl_metrics(log_probs: Tensor, reference: Tensor, sequences: Sequences, *, steered: KLEstimator | None) -> Metrics:
-    """Return raw KL estimates of `log_probs` and `reference` [T] over all trainable tokens, also
-    those left out by the loss.
-
-    `steered` is the estimator for the adaptive coefficient's KL, None without an adaptive
-    coefficient.
+    """Return raw KL estimates [T] over all trainable tokens; `steered` is that of an adaptive
+    coefficient, None without one.
     """
     raw = log_probs.detach()
     names: tuple[KLEstimator, ...] = ("k1", "k2", "k3")
@@ -78,8 +75,6 @@ def kl_metrics(log_probs: Tensor, reference: Tensor, sequences: Sequences, *, st
 
 
 def updated_kl_coef(coef: float, *, kl: float, num_sequences: int, control: KLControl) -> float:
-    """Return coef x (1 + clip(kl / target - 1, -0.2, 0.2) x sequences / horizon) (Ziegler et al.
-    2019, arXiv 1909.08593, 2.2).
-    """
+    """Return coef x (1 + clip(kl / target - 1, -0.2, 0.2) x sequences / horizon) (Ziegler et al., arXiv 1909.08593, 2.2)."""
     error = min(max(kl / control.target - 1.0, -0.2), 0.2)
     return coef * (1.0 + error * num_sequences / control.horizon)

@@ -24,9 +24,8 @@ _DEFAULT_CHUNK_ELEMENTS = 2**22
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenStatistics:
-    """Of softmax(logits / temperature), differentiable: `log_prob` [T] of the targets, `entropy` [T], `varentropy` [T].
-
-    In nats, `varentropy` in nats squared. The latter two are None unless requested.
+    """Of softmax(logits / temperature), in nats, differentiable: `log_prob` [T], and if asked
+    `entropy` and `varentropy` [T].
     """
 
     log_prob: Tensor
@@ -44,9 +43,7 @@ class Shard:
 
     @classmethod
     def of(cls, *, num_columns: int, temperature: float, vocab_size: int, vocab_start: int) -> "Shard":
-        """Return the shard of `num_columns` columns, padding included. Raises ValueError when
-        `temperature` is not positive.
-        """
+        """Return the shard of `num_columns` columns, with padding. Raises ValueError when `temperature` is not positive."""
         if not temperature > 0:
             raise ValueError(
                 f"token_statistics got temperature {temperature}, needs a positive one; greedy sampling has no entropy to train on"
@@ -67,14 +64,14 @@ def token_statistics(
     """Return statistics of the policy softmax(logits / temperature) at `targets` [T], global token ids.
 
     Results are float32 (float64 for float64 logits). `logits` [T, V] are the columns `vocab_start
-    ... vocab_start + V` of the vocabulary; columns at or beyond `vocab_size` are padding and take
-    no part, with any content. A logit may be -inf. With `group`, the columns of all ranks of the
-    group make up the vocabulary and every rank gets the whole result; the gradient of a rank covers
-    its own columns. Entropy H = -sum p ln p, varentropy = sum p (ln p + H)^2. Raises ValueError
-    when shapes disagree, the temperature is not positive or a target is outside the vocabulary.
+    ... vocab_start + V`; those at or beyond `vocab_size` are padding, with any content. A logit may
+    be -inf. With `group`, the columns of all ranks make up the vocabulary: each rank gets the whole
+    result and the gradient of its columns. Entropy H = -sum p ln p, varentropy = sum p (ln p +
+    H)^2. Raises ValueError when shapes disagree, the temperature is not positive or a target is
+    outside the vocabulary.
 
-    Example: `token_statistics(logits[:-1], ids[1:], temperature=1.0,
-    vocab_size=logits.shape[-1]).log_prob`, of one sequence `ids` [n].
+    Example: `token_statistics(logits[:-1], ids[1:], temperature=1.0, vocab_size=n).log_prob` of one
+    sequence `ids`.
     """
     if logits.ndim != 2 or targets.shape != logits.shape[:1]:
         raise ValueError(f"token_statistics got logits {tuple(logits.shape)} and targets {tuple(targets.shape)}, needs [T, V] and [T]")
@@ -86,9 +83,7 @@ def token_statistics(
 
 
 class _TokenStatistics(torch.autograd.Function):
-    """Forward: one partial result per row and rank, merged exactly. Backward: the softmax again,
-    rescaled to the vocabulary.
-    """
+    """Forward: one partial result per row and rank, merged exactly. Backward: the softmax again, rescaled."""
 
     @staticmethod
     def forward(
@@ -112,9 +107,7 @@ class _TokenStatistics(torch.autograd.Function):
 
 
 def _chunks(logits: Tensor, columns: int) -> tuple[list[slice], Tensor]:
-    """Return row slices of about the device's chunk size, and three scratch planes [3, rows,
-    columns] in the maths' dtype.
-    """
+    """Return row slices of about the device's chunk size, and three scratch planes [3, rows, columns]."""
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     budget = _CHUNK_ELEMENTS.get(logits.device.type, _DEFAULT_CHUNK_ELEMENTS)
     rows = min(max(1, budget // max(1, columns)), max(1, logits.shape[0]))
@@ -123,9 +116,7 @@ def _chunks(logits: Tensor, columns: int) -> tuple[list[slice], Tensor]:
 
 
 def _scaled(chunk: Tensor, temperature: float, scratch: Tensor) -> Tensor:
-    """Return `chunk` / temperature in the dtype of `scratch`, written there; the chunk itself when
-    nothing has to change.
-    """
+    """Return `chunk` / temperature in the dtype of `scratch`, written there unless nothing changes."""
     if chunk.dtype == scratch.dtype and temperature == 1.0:
         return chunk
     return scratch.copy_(chunk).mul_(1.0 / temperature)
@@ -186,10 +177,10 @@ def merged_rows(local: Tensor, partials: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Return the log-prob [T] and the inputs of `logit_gradient` for the rank with partials `local`
     [T, 5] among all [R, T, 5].
 
-    The inputs are maximum, log normaliser, entropy, varentropy, this rank's share of the mass, and
-    a mask of finite logits on this rank, each [T]. The share cannot replace the mask: it underflows
-    to 0 where the rank's logits are about 104 nats below the maximum. The variance merges by the
-    parallel form of Chan, Golub and LeVeque (1983), so nothing cancels.
+    The inputs are maximum, log normaliser, entropy, varentropy, the rank's share of the mass, and a
+    mask of finite logits there, [T] each: the share underflows where its logits are about 104 nats
+    below the maximum. The variance merges by the parallel form of Chan, Golub and LeVeque (1983),
+    so nothing cancels.
     """
     maximum_RT, normaliser_RT, mean_RT, variance_RT, target_RT = partials.unbind(-1)
     maximum = maximum_RT.amax(0)
@@ -255,9 +246,7 @@ def logit_gradient(
 
 
 def gradient_polynomial(saved: Sequence[Tensor], gradients: Sequence[Tensor | None], temperature: float) -> tuple[Tensor, list[Tensor]]:
-    """Return the gradient at the target [T], and coefficients c_k [T]: a column's gradient is p x
-    sum_k c_k (z - maximum)^k.
-    """
+    """Return the gradient at the target [T], and c_k [T]: a column's gradient is p x sum_k c_k (z - maximum)^k."""
     maximum, log_normaliser, entropy, varentropy, *_ = saved
     zero = torch.zeros_like(maximum)
     g_l, g_h, g_v = (zero if gradient is None else gradient / temperature for gradient in gradients)

@@ -1,6 +1,6 @@
 """The loss of one micro-batch on one rank: an additive share of the optimizer step's loss.
 
-Legend: T tokens of this rank's part of the micro-batch, S its sequences; N trainable tokens and B sequences of the whole step.
+Legend: T tokens of this rank's part of the micro-batch, S its sequences.
 """
 
 import dataclasses
@@ -25,11 +25,7 @@ Weigh = Callable[..., Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LossOutput:
-    """`loss`, a scalar: the sum over micro-batches and over dp and cp ranks is the step's loss.
-
-    `metrics`: (sum, weight) pairs of detached scalars with the same sum over micro-batches and
-    ranks; a metric's value is sum / weight.
-    """  # fmt: skip
+    """This rank's share of the step's `loss`, a scalar, and `metrics`, (sum, weight) pairs: both add up over shares."""
 
     loss: Tensor
     metrics: Metrics
@@ -48,25 +44,20 @@ def compute_loss(
     """Return this rank's share of policy loss + KL coefficient x KL - entropy coefficient x entropy.
 
     `num_tokens` and `num_sequences` count trainable tokens, and trajectories with at least one, in
-    the whole optimizer step; without tokens the loss is 0, with zero gradients and metric
-    `empty_step`. `sequence_sum` adds over context-parallel ranks; every rank makes equally many
-    calls. `statistics` are the step's, where `objective.needs_step_statistics`. Raises ValueError
-    for missing tensors or statistics, and without `coefficients` where a controller moves them.
-
-    Example: `compute_loss(objective, inputs, num_tokens=n, num_sequences=b).loss.backward()`
+    the whole optimizer step: none give loss 0 and metric `empty_step`. `sequence_sum` adds over cp
+    ranks, each with equally many calls. Raises ValueError for missing tensors or `statistics` of
+    the step, and without `coefficients` that a controller moves.
     """
     if objective.needs_step_statistics and statistics is None:
         raise ValueError("compute_loss got no statistics, which this objective needs; make them once per step with step_statistics")
-    coefficients = coefficients or Coefficients.fixed(objective)
-    sequences, top = inputs.sequences(sequence_sum), None
+    coefficients, statistics = coefficients or Coefficients.fixed(objective), statistics or StepStatistics()
+    sequences = inputs.sequences(sequence_sum)
     terms = objective.policy_loss.terms(inputs, sequences)
     weigh = partial(
         token_weights, aggregation=objective.aggregation, max_response_length=objective.max_response_length,
         num_tokens=num_tokens, num_sequences=num_sequences,
     )  # fmt: skip
-    if statistics is not None and statistics.entropy_threshold is not None:
-        top = top_entropy_mask(statistics.entropy_threshold, inputs, sequences)
-
+    top = top_entropy_mask(statistics.entropy_threshold, inputs, sequences)
     policy, metrics = _policy_term(objective, inputs, terms, weigh, statistics, top)
     total = policy
     if objective.kl is not None or inputs.ref_log_probs is not None:
@@ -75,7 +66,7 @@ def compute_loss(
         total = total + coefficients.kl_loss * penalty if objective.kl is not None else total
     has_bonus = objective.entropy is not None and objective.entropy.has_bonus
     if has_bonus or inputs.entropy is not None:
-        seen = num_tokens if statistics is None or statistics.entropy_tokens is None else statistics.entropy_tokens
+        seen = num_tokens if statistics.entropy_tokens is None else statistics.entropy_tokens
         bonus, measured = _entropy_term(objective, inputs, sequences, weigh, top, seen)
         metrics |= measured
         total = total - coefficients.entropy * bonus if has_bonus else total
@@ -90,9 +81,7 @@ def compute_loss(
 def _entropy_term(
     objective: Objective, inputs: LossInputs, sequences: Sequences, weigh: Weigh, top: Tensor | None, count: int
 ) -> tuple[Tensor, Metrics]:
-    """Return the mean entropy as the bonus has it, over `count` tokens of the step or as `weigh`
-    says, of `top` [T] if given.
-    """
+    """Return the mean entropy as the bonus has it, over `count` tokens or as `weigh` says, of `top` [T] if given."""
     entropy = used = inputs.present("entropy", sequences)
     metrics = {"entropy": sequences.mean_pair(entropy)}
     if inputs.varentropy is not None:
@@ -106,7 +95,7 @@ def _entropy_term(
 
 
 def _policy_term(
-    objective: Objective, inputs: LossInputs, terms: PolicyTerms, weigh: Weigh, statistics: StepStatistics | None, top: Tensor | None
+    objective: Objective, inputs: LossInputs, terms: PolicyTerms, weigh: Weigh, statistics: StepStatistics, top: Tensor | None
 ) -> tuple[Tensor, Metrics]:
     """Return the weighted policy loss over this rank's tokens, or over `top` [T] if given."""
     loss, sequences, correction = objective.policy_loss, terms.sequences, None
@@ -114,11 +103,11 @@ def _policy_term(
         correction = objective.off_policy.terms(terms, inputs.present("rollout_log_probs", sequences).detach())
         if loss.weighs_off_policy:
             terms = dataclasses.replace(terms, log_off_policy=objective.off_policy.log_weights(correction, sequences))
-    per_token = loss.losses(terms, None if statistics is None else statistics.policy_loss)
+    per_token = loss.losses(terms, statistics.policy_loss)
     metrics = {name: sequences.mean_pair(event) for name, event in per_token.events.items()}
     if loss.trains_by_rewards:
         metrics |= _ratio_metrics(inputs, terms)
-    if correction is None or statistics is None or statistics.policy_tokens is None:
+    if correction is None or statistics.policy_tokens is None:
         weights = weigh(sequences, dtype=per_token.losses.dtype)
     else:
         weights = _weights_of_kept(inputs, sequences, correction, weigh, statistics, dtype=per_token.losses.dtype)

@@ -124,9 +124,8 @@ class Objective(Choice):
 
     @classmethod
     def of(cls, **values: Any) -> "Objective":
-        """Return the objective of plain nested values, as in a settings file, `preset` included.
-
-        Raises ValueError for unknown settings, another type or a contradiction.
+        """Return the objective of nested values, as in a settings file, `preset` included. Raises
+        ValueError for wrong ones.
 
         Example: `Objective.of(preset="dapo", policy_loss={"high": 0.3}, kl={"coef": 0.001})`
         """
@@ -172,9 +171,7 @@ class Objective(Choice):
 
     @property
     def needs_step_statistics(self) -> bool:
-        """Return True when the loss needs `selection.step_statistics` of the whole optimizer step
-        before its first micro-batch.
-        """
+        """Return True when the loss needs `selection.step_statistics` of the whole step before its first micro-batch."""
         drops = self.off_policy is not None and not self.off_policy.keep_rejected_in_denominator
         return self.policy_loss.needs_statistics or self.top_entropy_fraction < 1 or drops
 
@@ -220,8 +217,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType({
 def expand_preset(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of `Objective` meant by `config`: those of `preset`, grpo when not set, under its own.
 
-    A section with another kind than the preset's starts from the other kind's defaults. Raises
-    ValueError for an unknown preset.
+    A section of another kind starts from that kind's defaults. Raises ValueError for an unknown
+    preset.
     """
     name = config.get("preset")
     name = "grpo" if name is None else name

@@ -18,9 +18,7 @@ from megatron_rl.algorithms.policy_loss import PolicyTerms
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OffPolicyTerms:
-    """Constants of the policy term: `weight` [T], 0 where rejected; `kept` [T] bool; `bounded` [T]
-    bool, beyond a bound.
-    """
+    """Constants of the policy term: `weight` [T], 0 where rejected; `kept` [T]; `bounded` [T], beyond a bound."""
 
     weight: Tensor
     kept: Tensor
@@ -78,10 +76,8 @@ class OffPolicy(Choice):
         return self.mode == "mask" or self.veto is not None or self.opsm is not None
 
     def terms(self, terms: PolicyTerms, rollout_log_probs: Tensor) -> OffPolicyTerms:
-        """Return the weight and choice of each token, without gradient, from `rollout_log_probs`
-        [T] with zeros where masked.
-
-        The log-probs seen by `terms` decide the off-policy sequence mask only.
+        """Return each token's weight and choice from `rollout_log_probs` [T], 0 where masked;
+        `terms.seen` decides opsm only.
         """
         sequences, old_log_probs = terms.sequences, terms.old_log_probs
         seen = terms.log_probs if terms.seen is None else terms.seen

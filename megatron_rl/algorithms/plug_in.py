@@ -1,7 +1,4 @@
-"""Your own policy loss and your own estimator, as choices of the objective.
-
-Legend: T tokens of this rank, B samples of the batch.
-"""
+"""Your own policy loss and estimator, as choices of the objective. Legend: T tokens of this rank, B samples of the batch."""
 
 from __future__ import annotations
 
@@ -61,9 +58,7 @@ class LoadedAdvantage(PlugInAdvantage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlugInLoss(RatioLoss):
-    """Your own loss, a function (objective=.., terms=..) -> PolicyLossTerms, which may read
-    anything, also the reference.
-    """
+    """Your own loss, a function (objective=.., terms=..) -> PolicyLossTerms, which may also read the reference."""
 
     needs_reference: ClassVar[bool] = True
 

@@ -1,8 +1,8 @@
-"""Policy losses per token: the form of all of them, and the family with a bounded ratio.
+"""Policy losses per token: the form of all of them, and the family with a bounded ratio. No loss averages.
 
-No loss averages: weights are `aggregation.py`'s. Every tensor holds zeros where the mask is False.
-A clip distance of None means no bound on its side. Legend: T tokens of this rank, S its sequences.
-r = pi / pi_old at the chosen ratio level, A the advantage.
+Every tensor holds zeros where the mask is False. A clip distance of None means no bound on its
+side. Legend: T tokens of this rank, S its sequences. r = pi / pi_old at the chosen ratio level, A
+the advantage.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ class PolicyTerms:
     """The input of a policy loss, per token [T] with zeros outside the mask; `log_probs` carries the gradient.
 
     `log_ratio` is log_probs - old_log_probs per token, or the mean over the sequence at ratio level
-    "sequence". `log_off_policy` [S] is the log of the off-policy weight of whole sequences, None
-    without correction. `seen` are the log-probs for the choice of tokens, and `token_keys` name
-    tokens within the step.
+    "sequence". `log_off_policy` [S] is the log of whole sequences' off-policy weight, None without
+    correction. `seen` are the log-probs for the choice of tokens.
     """
 
     log_probs: Tensor
@@ -53,8 +52,8 @@ class PolicyLoss(Choice):
     """The form of every policy loss: fields are arguments, `losses` the maths, flags the needs.
 
     `reads_advantages` and `trains_by_rewards` (also ratios) are False where the loss depends on
-    neither. `weighs_off_policy` has the off-policy weight inside. `needs_statistics` asks for
-    `statistics` of the whole step.
+    neither. `weighs_off_policy`: the off-policy weight is inside. `needs_statistics`: of the whole
+    step.
     """
 
     trains_by_rewards: ClassVar[bool] = True
@@ -73,7 +72,7 @@ class PolicyLoss(Choice):
         """Return what `losses` must know of the whole step, from the terms of this rank's micro-batches."""
         raise NotImplementedError
 
-    def ratio(self, log_ratio: Tensor, sequences: Sequences) -> Tensor:
+    def _ratio(self, log_ratio: Tensor, sequences: Sequences) -> Tensor:
         """Return the log-ratio [T] at this loss's level from the log-ratio per token."""
         return log_ratio
 
@@ -90,7 +89,7 @@ class PolicyLoss(Choice):
         return PolicyTerms(
             log_probs=log_probs,
             old_log_probs=old_log_probs,
-            log_ratio=self.ratio(log_probs - old_log_probs, sequences),
+            log_ratio=self._ratio(log_probs - old_log_probs, sequences),
             advantages=advantages,
             sequences=sequences,
             ref_log_probs=None if inputs.ref_log_probs is None else sequences.masked(inputs.ref_log_probs).detach(),
@@ -105,8 +104,7 @@ class RatioLoss(PolicyLoss):
 
     ratio_level: Literal["token", "sequence"] = doc("Importance ratio per token, or its geometric mean over the sequence (GSPO).", "token")
 
-    def ratio(self, log_ratio: Tensor, sequences: Sequences) -> Tensor:
-        """Return the log-ratio [T] per token, or the mean over the sequence."""
+    def _ratio(self, log_ratio: Tensor, sequences: Sequences) -> Tensor:
         return sequences.expand(sequences.mean(log_ratio)) if self.ratio_level == "sequence" else log_ratio
 
 
@@ -139,11 +137,11 @@ class ClippedLoss(RatioLoss):
                 "negative, needs a distance of at most 1; set it to null for no lower clip"
             )
 
-    def clipped(self, ratio: Tensor) -> Tensor:
+    def _clipped(self, ratio: Tensor) -> Tensor:
         """Return `ratio` [T] within the bounds."""
         return _clamp(ratio, None if self.low is None else 1.0 - self.low, None if self.high is None else 1.0 + self.high)
 
-    def clip_events(self, ratio: Tensor, advantages: Tensor) -> dict[str, Tensor]:
+    def _clip_events(self, ratio: Tensor, advantages: Tensor) -> dict[str, Tensor]:
         """Return the tokens [T] without gradient because of a bound."""
         none = torch.zeros_like(ratio, dtype=torch.bool)
         return {
@@ -164,8 +162,8 @@ class CappedClip(ClippedLoss):
         ratio = bounded_exp(terms.log_ratio)
         advantages = terms.advantages
         capped = ratio if self.ratio_cap is None else ratio.clamp(max=self.ratio_cap)
-        losses = -torch.minimum(capped * advantages, self.clipped(ratio) * advantages)
-        events = self.clip_events(ratio, advantages)
+        losses = -torch.minimum(capped * advantages, self._clipped(ratio) * advantages)
+        events = self._clip_events(ratio, advantages)
         if self.dual_clip is not None:
             ceiling = -self.dual_clip * advantages
             events["dual_clip_fraction"] = (advantages < 0) & (losses > ceiling)
@@ -182,9 +180,7 @@ class Clip(CappedClip):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cispo(ClippedLoss):
-    """-sg(clip(r)) A log pi: clipped tokens keep their gradient (MiniMax-M1, arXiv 2506.13585,
-    section 3.1, with a cap at 5).
-    """
+    """-sg(clip(r)) A log pi: clipped tokens keep their gradient (MiniMax-M1, arXiv 2506.13585, 3.1, with a cap at 5)."""
 
     kind: Literal["cispo"] = "cispo"
     low: float | None = _clip_distance("Lower", None)
@@ -193,7 +189,7 @@ class Cispo(ClippedLoss):
     def losses(self, terms: PolicyTerms, statistics: Any = None) -> PolicyLossTerms:
         """Return the losses [T], and the clipped tokens."""
         ratio = bounded_exp(terms.log_ratio.detach())
-        return PolicyLossTerms(-self.clipped(ratio) * terms.advantages * terms.log_probs, self.clip_events(ratio, terms.advantages))
+        return PolicyLossTerms(-self._clipped(ratio) * terms.advantages * terms.log_probs, self._clip_events(ratio, terms.advantages))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,13 +222,12 @@ class _Dppo(RatioLoss):
     high: float | None = doc("Largest rise of a token: of dppo_tv in probability, of dppo_kl the KL in nats; null for none.", 0.2, ge=0)
     ratio_cap: float = doc("Cap of the weight.", 20.0, gt=0)
 
-    def moves(self, terms: PolicyTerms) -> tuple[Tensor, Tensor]:
+    def _moves(self, terms: PolicyTerms) -> tuple[Tensor, Tensor]:
         """Return how far each token's probability fell and rose, [T] each."""
         raise NotImplementedError
 
     def losses(self, terms: PolicyTerms, statistics: Any = None) -> PolicyLossTerms:
-        """Return the losses [T], and the clipped tokens."""
-        fall, rise = self.moves(terms)
+        fall, rise = self._moves(terms)
         too_low, too_high = _beyond(fall, self.low), _beyond(rise, self.high)
         events = {"clip_fraction_low": (terms.advantages < 0) & too_low, "clip_fraction_high": (terms.advantages > 0) & too_high}
         blocked = torch.where(terms.advantages > 0, too_high, too_low)
@@ -246,8 +241,7 @@ class DppoTv(_Dppo):
 
     kind: Literal["dppo_tv"] = "dppo_tv"
 
-    def moves(self, terms: PolicyTerms) -> tuple[Tensor, Tensor]:
-        """Return the change of the probabilities [T], down and up."""
+    def _moves(self, terms: PolicyTerms) -> tuple[Tensor, Tensor]:
         move = terms.log_probs.detach().exp() - terms.old_log_probs.exp()
         return -move, move
 
@@ -258,8 +252,7 @@ class DppoKl(_Dppo):
 
     kind: Literal["dppo_kl"] = "dppo_kl"
 
-    def moves(self, terms: PolicyTerms) -> tuple[Tensor, Tensor]:
-        """Return the KLs [T] of falling and of rising tokens."""
+    def _moves(self, terms: PolicyTerms) -> tuple[Tensor, Tensor]:
         now, old = terms.log_probs.detach(), terms.old_log_probs
         divergence = _binary_kl(old, now)
         return torch.where(now < old, divergence, 0.0), torch.where(now > old, divergence, 0.0)

@@ -1,7 +1,4 @@
-"""Estimators by returns from token to token, compared with the whole batch or with a critic.
-
-Legend: B samples of the batch; T tokens of S sequences of one rank.
-"""
+"""Estimators by returns from token to token. Legend: B samples of the batch; T tokens of S sequences of one rank."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from typing import ClassVar, Literal
 from megatron_rl.algorithms.advantage import Advantage, Samples, TokenPlaces, plain_rewards, whiten_field, whiten_samples
 from megatron_rl.algorithms.choices import doc
 from megatron_rl.algorithms.lazy_torch import Tensor, torch
-from megatron_rl.algorithms.returns import discounted_returns, gae, token_rewards
+from megatron_rl.algorithms.returns import discounted_returns, gae
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +21,6 @@ class _Whitened(Advantage):
 
     @property
     def whitens_tokens(self) -> bool:
-        """Return True when `of_tokens` ends with whitening."""
         return self.whiten
 
     def of_samples(self, samples: Samples) -> Tensor:
@@ -44,12 +40,8 @@ class ReinforcePlusPlusBaseline(_Whitened):
         values = plain_rewards(samples, self.kind)
         return samples.groups.deviations(values) if len(values) else values.clone()
 
-    def by_token(self, scores: Tensor, places: TokenPlaces) -> tuple[Tensor, Tensor | None]:
-        """Return the scores minus each token's KL, [T]."""
-        none = torch.zeros_like(scores)
-        mask, cu_seqlens = places.loss_mask, places.cu_seqlens
-        penalty = token_rewards(rewards=none, loss_mask=mask, cu_seqlens=cu_seqlens, kl=places.kl, kl_coef=places.kl_coef)
-        return places.spread(scores) + penalty, None
+    def _by_token(self, scores: Tensor, places: TokenPlaces) -> tuple[Tensor, Tensor | None]:
+        return places.spread(scores) + places.rewards(torch.zeros_like(scores)), None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,17 +54,10 @@ class _Discounted(_Whitened):
     gamma: float = doc("Discount per trainable token.", 1.0, ge=0, le=1)
 
     def scores(self, samples: Samples) -> Tensor:
-        """Return the rewards [B]."""
         return plain_rewards(samples, self.kind).clone()
 
     def without_signal(self, samples: Samples) -> Tensor:
-        """Return [B] bool: samples of groups of equal rewards."""
         return samples.groups.constant(samples.rewards)
-
-    def shaped(self, scores: Tensor, places: TokenPlaces) -> Tensor:
-        """Return token rewards [T]: the sequence's at the end, minus each token's KL."""
-        mask, cu_seqlens = places.loss_mask, places.cu_seqlens
-        return token_rewards(rewards=scores, loss_mask=mask, cu_seqlens=cu_seqlens, kl=places.kl, kl_coef=places.kl_coef)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,10 +66,9 @@ class ReinforcePlusPlus(_Discounted):
 
     kind: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
 
-    def by_token(self, scores: Tensor, places: TokenPlaces) -> tuple[Tensor, Tensor | None]:
-        """Return the return behind each token, [T]."""
-        shaped = self.shaped(scores, places)
-        return discounted_returns(rewards=shaped, loss_mask=places.loss_mask, cu_seqlens=places.cu_seqlens, gamma=self.gamma), None
+    def _by_token(self, scores: Tensor, places: TokenPlaces) -> tuple[Tensor, Tensor | None]:
+        rewards, mask = places.rewards(scores), places.loss_mask
+        return discounted_returns(rewards=rewards, loss_mask=mask, cu_seqlens=places.cu_seqlens, gamma=self.gamma), None
 
     def ends_with_sequence(self, *, has_kl: bool) -> str | None:
         """Name values that end with each sequence: returns differ from token to token."""
@@ -107,12 +91,12 @@ class GaeAdvantage(_Discounted):
         """Raise ValueError: without values [T] of tokens there are no advantages."""
         raise ValueError("Objective.advantage gae has no advantage without a critic, needs token values")
 
-    def by_token(self, scores: Tensor, places: TokenPlaces) -> tuple[Tensor, Tensor | None]:
-        """Return advantages and returns, [T] each. Raises ValueError without a critic's values."""
+    def _by_token(self, scores: Tensor, places: TokenPlaces) -> tuple[Tensor, Tensor | None]:
+        """Return advantages and returns. Raises ValueError without a critic's values."""
         if places.values is None:
             raise ValueError("Objective.advantage gae got no values, needs those of a critic")
         return gae(
-            rewards=self.shaped(scores, places),
+            rewards=places.rewards(scores),
             values=places.values,
             loss_mask=places.loss_mask,
             cu_seqlens=places.cu_seqlens,

@@ -116,9 +116,9 @@ def _dense_gae(
 ) -> None:
     """Fill the advantages and returns of `table` = rewards, values, advantages, returns, each [S, W].
 
-    Rows are the trainable tokens of a sequence, left-aligned; rewards and values hold zeros beyond
-    `lengths` [S]. `weights` are the weight of `bootstrap` [S] behind the last token, gamma, and of
-    the next token's value, gamma (1 - lambda); `levels` are of gamma x lambda.
+    Rows are a sequence's trainable tokens, left-aligned; rewards and values hold zeros beyond
+    `lengths` [S]. `weights` are those of `bootstrap` [S] behind the last token, gamma, and of the
+    next value, gamma (1 - lambda).
     """
     rewards, values, advantages, returns = table
     if not rewards.numel():
@@ -144,10 +144,8 @@ class _Level:
 
 
 def _levels(decay: float, *, width: int, like: Tensor) -> list[_Level]:
-    """Return the recurrences over columns of a table `width` wide, over its blocks, over blocks of
+    """Return the recurrences over columns of tables up to `width` wide, over blocks, over blocks of
     blocks; none without decay.
-
-    Made once for all tables, because small tensors cost more than their arithmetic.
     """
     exponents = torch.arange(_BLOCK, dtype=torch.float64, device=like.device)
     distance = exponents.unsqueeze(1) - exponents
@@ -193,9 +191,9 @@ def discounted_returns(*, rewards: Tensor, loss_mask: Tensor, cu_seqlens: Tensor
 def whiten(values: Tensor, *, mask: Tensor, all_reduce_sum: Callable[[Tensor], Tensor] = identity) -> Tensor:
     """Return `values` [T] with mean 0 and unbiased variance 1 over the `mask` [T] of all ranks, 0 at masked positions.
 
-    A spread within the rounding of float64 sums counts as none and gives 0. `all_reduce_sum` adds
-    over the ranks with different tokens; each, also one without a token, makes three calls, and one
-    more where squares overflow.
+    A spread within the rounding of float64 sums gives 0. `all_reduce_sum` adds over ranks with
+    different tokens; each, also without a token, makes three calls, and one more where squares
+    overflow.
     """
     wide = torch.where(mask, values.double(), 0.0)
     first = all_reduce_sum(torch.stack([mask.sum().double(), wide.sum()]))

@@ -1,8 +1,4 @@
-"""Thresholds and denominators over the whole optimizer step, found once for every micro-batch.
-
-Without them a top-entropy mask or a correction's denominators would depend on the split of the
-step. Legend: T tokens, S sequences.
-"""
+"""Thresholds and denominators of the whole optimizer step, independent of its split. Legend: T tokens, S sequences."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -61,10 +57,13 @@ def quantile(values: Tensor, fraction: float) -> float:
     return low + (high - low) * (position - below)
 
 
-def top_entropy_mask(threshold: float, inputs: LossInputs, sequences: Sequences) -> Tensor:
-    """Return tokens [T] with entropy of at least `threshold` in the choosing pass."""
-    seen = "entropy" if inputs.selection_entropy is None else "selection_entropy"
-    return inputs.present(seen, sequences).detach().double() >= threshold
+def top_entropy_mask(threshold: float | None, inputs: LossInputs, sequences: Sequences) -> Tensor | None:
+    """Return tokens [T] with entropy of at least `threshold` in the choosing pass; None without a threshold."""
+    return None if threshold is None else _seen_entropy(inputs, sequences).double() >= threshold
+
+
+def _seen_entropy(inputs: LossInputs, sequences: Sequences) -> Tensor:
+    return inputs.present("entropy" if inputs.selection_entropy is None else "selection_entropy", sequences).detach()
 
 
 def step_statistics(
@@ -78,9 +77,8 @@ def step_statistics(
 ) -> StepStatistics:
     """Return the thresholds and denominators of the whole optimizer step, before its first micro-batch.
 
-    `micro_batches` are this rank's, with log-probs and entropies before the step (selection_* when
-    given). `gather` concatenates over dp and cp ranks; `seed` decides clip_cov's choice. Works
-    under no_grad; costs O(N) numbers.
+    `micro_batches` are this rank's, with log-probs and entropies before the step. `gather`
+    concatenates over dp and cp ranks; `seed` decides clip_cov's choice. Costs O(N) numbers.
     """
     with torch.no_grad():
         fields: dict[str, Any] = {}
@@ -115,7 +113,6 @@ def _denominators(correction: OffPolicy, parts: Parts, gather: Gather) -> Mappin
 
 
 def _entropy_threshold(fraction: float, parts: Parts, gather: Gather) -> Mapping[str, float | int]:
-    seen = [("entropy" if inputs.selection_entropy is None else "selection_entropy", inputs, terms.sequences) for inputs, terms in parts]
-    everything = gathered([inputs.present(name, sequences)[inputs.loss_mask] for name, inputs, sequences in seen], gather, torch.float64)
+    everything = gathered([_seen_entropy(inputs, terms.sequences)[inputs.loss_mask] for inputs, terms in parts], gather, torch.float64)
     threshold = quantile(everything, 1.0 - fraction) if len(everything) else 0.0
     return {"entropy_threshold": threshold, "entropy_tokens": int((everything >= threshold).sum())}

@@ -1,7 +1,4 @@
-"""Policy losses without a clip: soft gates, sequence weights and plain gradients.
-
-Legend: T tokens of this rank. r = pi / pi_old at the chosen ratio level, A the advantage.
-"""
+"""Policy losses without a clip. Legend: T tokens of this rank, r = pi / pi_old at the chosen ratio level, A the advantage."""
 
 from __future__ import annotations
 
@@ -37,10 +34,8 @@ class Sapo(RatioLoss):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vespo(PolicyLoss):
-    """-sg(phi(W)) A log pi, phi = exp(lambda + k ln W - lambda W), W the sequence's importance
-    weight (arXiv 2602.10693).
-
-    The off-policy weight is part of W and does not multiply the loss again.
+    """-sg(phi(W)) A log pi, phi = exp(lambda + k ln W - lambda W), W the sequence's weight,
+    off-policy included (arXiv 2602.10693).
     """
 
     weighs_off_policy: ClassVar[bool] = True

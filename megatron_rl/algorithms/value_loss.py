@@ -1,7 +1,4 @@
-"""The loss of a critic: values of states against the actual returns.
-
-Legend: T tokens of this rank's part of a micro-batch.
-"""
+"""The loss of a critic: values of states against returns. Legend: T tokens of this rank's part of a micro-batch."""
 
 from dataclasses import dataclass
 
@@ -13,9 +10,7 @@ from megatron_rl.algorithms.aggregation import Aggregation, Metrics, Sequences, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueLoss:
-    """1/2 max((v - R)^2, (clip(v, old v +- value_clip) - R)^2) (PPO; clipped as in arXiv
-    2005.12729), through an aggregation.
-    """
+    """1/2 max((v - R)^2, (clip(v, old v +- value_clip) - R)^2) (PPO; clipped as in arXiv 2005.12729), aggregated."""
 
     aggregation: Aggregation = "sequence_mean_token_mean"
     max_response_length: int | None = None
@@ -24,10 +19,8 @@ class ValueLoss:
     def share(
         self, sequences: Sequences, *, values: Tensor, old_values: Tensor, returns: Tensor, num_tokens: int, num_sequences: int
     ) -> tuple[Tensor, Metrics]:
-        """Return this rank's share of the loss, additive as that of `compute_loss`, and metrics.
-
-        `values` [T] carry the gradient; `old_values` and `returns` [T] are constants. Masked
-        positions may hold anything.
+        """Return this rank's share of the loss and metrics, as `compute_loss`; `old_values` and
+        `returns` [T] are constants.
         """
         values, old_values, returns = sequences.masked(values), sequences.masked(old_values).detach(), sequences.masked(returns).detach()
         weights = token_weights(
