@@ -1,9 +1,8 @@
 """Adam with a count of steps per parameter group.
 
-torch's Adam keeps a `step` tensor for every parameter, and megatron-core's distributed optimizer
-fills all of them with one shared tensor when loading a checkpoint: each parameter's update then
-advances the count of all. A number of the group cannot be shared; only the state dict shows the
-count per parameter.
+megatron-core's distributed optimizer fills torch's `step` tensors of all parameters with one shared
+tensor when loading a checkpoint, so each parameter's update advances the count of all. A number of
+the group cannot be shared.
 """
 
 from collections.abc import Callable
@@ -16,8 +15,8 @@ from torch import Tensor
 class GroupStepAdam(torch.optim.Optimizer):
     """Adam (Kingma & Ba 2015) and, `decoupled`, AdamW (Loshchilov & Hutter 2019), in torch's order of operations.
 
-    Moments exist from the start, as a checkpoint's shapes must be known before the first step. All
-    parameters of a group are stepped together, one without a gradient by a gradient of zero.
+    Moments exist from the start, as a checkpoint's shapes must be known. A missing gradient is
+    zero.
     """
 
     def __init__(

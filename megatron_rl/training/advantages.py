@@ -67,8 +67,8 @@ def make_token_data(
     """Return the data [T] of `shard`, with advantages by the groups of the whole batch, 0 for supervised training.
 
     A baseline counts each trajectory once, and all its sequences get the same advantage.
-    `state_values` [T] are a critic's, behind each token. The batch's own values replace computed
-    ones, and its own advantages are used unchanged. Collective over data-parallel ranks.
+    `state_values` [T] are behind each token. The batch's own values replace computed ones, own
+    advantages unchanged. Collective over data-parallel ranks.
     """
     batch, trajectories = shard.batch, Trajectories.of(shard.all_trajectory_ids)
     own = trajectories.index[shard.rows]
@@ -95,7 +95,7 @@ def make_token_data(
     places = _places(objective, batch, data, state_values, kl_reward_coef)
     scores = objective.advantage.scores(samples)[_tensor(own)]
     made, returns = objective.advantage.of_tokens(scores, places, all_reduce_sum=sum_over_data_parallel)
-    return dataclasses.replace(data, advantages=_floats(made), returns=None if returns is None else _floats(returns))
+    return dataclasses.replace(data, advantages=made.float().numpy(), returns=None if returns is None else returns.float().numpy())
 
 
 def _places(objective: Objective, batch: TrainBatch, data: TokenData, state_values: Floats | None, kl_reward_coef: float) -> TokenPlaces:
@@ -128,10 +128,8 @@ def _places(objective: Objective, batch: TrainBatch, data: TokenData, state_valu
 
 
 def values_before(state_values: Floats) -> Floats:
-    """Return values [T] of states before each token, from values [T] behind each token.
-
-    The first token of a sequence gets 0 or the value of another sequence: no prediction makes this
-    token.
+    """Return values [T] before each token from `state_values` [T] behind each; a sequence's first
+    is any number, read by nobody.
     """
     return np.concatenate([np.zeros(1, np.float32), state_values[:-1]])[: len(state_values)]
 
@@ -147,10 +145,6 @@ def _tensor(array: Doubles | Ints | Floats | Bools) -> Tensor:
 
 def _doubles(array: Floats | None) -> Tensor | None:
     return None if array is None else _tensor(array).double()
-
-
-def _floats(values: Tensor) -> Floats:
-    return np.asarray(values.numpy(), np.float64).astype(np.float32)
 
 
 def compared_samples(objective: Objective, shard: Shard, trajectories: Trajectories) -> Samples:

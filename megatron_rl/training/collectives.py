@@ -25,9 +25,7 @@ def sum_over_ranks(values: Tensor) -> Tensor:
 
 
 def sum_over_data_parallel(values: Tensor) -> Tensor:
-    """Return the sum of `values`, of any shape and device, over the data-parallel ranks, which hold
-    different sequences.
-    """
+    """Return the sum of `values`, of any shape and device, over the data-parallel ranks, which split the sequences."""
     return _sum_over(values.to(collective_device()), parallel_state.get_data_parallel_group()).to(values.device)
 
 
@@ -49,9 +47,8 @@ def from_last_stage(values: Tensor, place: Place) -> Tensor:
 
 
 def gather_on_last_stage(values: Tensor) -> Tensor:
-    """Return `values` [n] of all data- and context-parallel ranks, one after the other; n may differ.
-
-    Collective over these ranks of one pipeline stage: the last stage calls it alone.
+    """Return `values` [n], n may differ, of all dp and cp ranks, one after the other. Collective
+    over the last stage alone.
     """
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     sizes = [torch.zeros(1, dtype=torch.int64, device=values.device) for _ in range(group.size())]
@@ -85,18 +82,10 @@ def true_on_ranks(condition: bool) -> bool:
     return bool(smallest)
 
 
-class SequenceSum:
-    """Sum partial sums [S] of sequences over the ranks of `group`; differentiable."""
-
-    def __init__(self, group: distributed.ProcessGroup) -> None:
-        self._group = group
-
-    def __call__(self, partial_sums: Tensor) -> Tensor:
-        """Return the sums [S] over the group. Collective over the group, also in the backward pass."""
-        if self._group.size() == 1:
-            return partial_sums
-        total: Tensor = _AllReduce.apply(partial_sums, self._group)
-        return total
+def sum_sequences(partial_sums: Tensor, group: distributed.ProcessGroup) -> Tensor:
+    """Return the sums over `group` of partial sums [S]; differentiable. Collective, also in the backward pass."""
+    total: Tensor = partial_sums if group.size() == 1 else _AllReduce.apply(partial_sums, group)
+    return total
 
 
 class _AllReduce(torch.autograd.Function):

@@ -1,14 +1,11 @@
-"""The critic of ppo: a separate model of the expected return behind every token.
-
-Legend: T tokens of a shard's batch, N trainable ones of a micro-batch.
-"""
+"""The critic of ppo: a separate model of expected returns. Legend: T tokens of a batch, N trainable ones of a micro-batch."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,7 +19,7 @@ from megatron_rl.models.build import TrainedModel, complete_parameters
 from megatron_rl.observe.metrics import Mean, Metric
 from megatron_rl.training import passes
 from megatron_rl.training.advantages import TokenData
-from megatron_rl.training.collectives import SequenceSum, sum_over_data_parallel
+from megatron_rl.training.collectives import sum_over_data_parallel, sum_sequences
 from megatron_rl.training.expert_load import ExpertLoad
 from megatron_rl.training.micro_batch import MicroBatch
 from megatron_rl.training.optimizer import OPTIMIZER_DEFAULTS
@@ -37,9 +34,7 @@ _CONSTANT_TOLERANCE = 1e-6
 
 
 def critic_optimizer(training: TrainingSettings) -> dict[str, Any]:
-    """Return the fields of the critic's optimizer: the policy's, `LR_FACTOR` times the rates, and
-    the critic's own on top.
-    """
+    """Return the fields of the critic's optimizer: the policy's, `LR_FACTOR` times the rates, and its own on top."""
     policy = {**OPTIMIZER_DEFAULTS, **training.optimizer}
     rates = {name: LR_FACTOR * policy[name] for name in ("lr", "min_lr") if isinstance(policy[name], int | float)}
     return {**training.optimizer, **rates, **training.critic.optimizer}
@@ -58,31 +53,26 @@ def value_loss(objective: Objective) -> ValueLoss:
 class Critic:
     """One rank's share of the critic. Methods are collective over all ranks."""
 
-    def __init__(self, objective: Objective, model: TrainedModel, *, place: Place, dumps: Path | None) -> None:
-        self.model = model
+    def __init__(
+        self, build: Callable[..., TrainedModel], objective: Objective, training: TrainingSettings, *, place: Place, dumps: Path | None
+    ) -> None:
+        """Take the model of `build`, which is `build_trained_model` without an optimizer."""
+        self.model = build(optimizer=critic_optimizer(training), with_value_head=True)
         self._loss = value_loss(objective)
         self._place = place
         self._dumps = dumps
 
-    @classmethod
-    def built(
-        cls, build: Callable[..., TrainedModel], objective: Objective, training: TrainingSettings, *, place: Place, dumps: Path | None
-    ) -> "Critic":
-        """Return the critic of a model by `build`, which is `build_trained_model` without an optimizer."""
-        return cls(objective, build(optimizer=critic_optimizer(training), with_value_head=True), place=place, dumps=dumps)
-
     def state_values(self, micro_batches: Sequence[MicroBatch], *, num_tokens: int) -> Floats:
         """Return values [T] of the states behind each of `num_tokens` tokens, all of which are in the micro-batches."""
         with complete_parameters(self.model.chunks):
-            values = passes.state_values(self.model.chunks, micro_batches, self._place, num_tokens=num_tokens)
-        return np.asarray(values.cpu().numpy(), dtype=np.float32)
+            return passes.state_values(self.model.chunks, micro_batches, self._place, num_tokens=num_tokens)
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], totals: StepTotals, data: TokenData, *, number: int) -> Gradients:
         """Compute the gradient of the whole optimizer step `number`. No weight changes."""
         waiting = Gradients(number=number, totals=totals, micro_batches=micro_batches, data=data, metrics={})
         if not totals.num_tokens:
             return waiting
-        sequence_sum = SequenceSum(self._place.cp_group)
+        sequence_sum = partial(sum_sequences, group=self._place.cp_group)
 
         def loss(number: int, values: Tensor) -> tuple[Tensor, LossOutput]:
             assert data.old_values is not None and data.returns is not None, "a critic learns from old values and returns"
@@ -123,10 +113,7 @@ class Critic:
 
 
 def explained_variance(*, returns: Tensor, values: Tensor, mask: Tensor, all_reduce_sum: Callable[[Tensor], Tensor]) -> float | None:
-    """Return 1 - Var(returns - values) / Var(returns) over the `mask` [T] of all ranks, for `returns` and `values` [T].
-
-    None when the returns do not vary beyond rounding. Every rank calls `all_reduce_sum` twice.
-    """
+    """Return 1 - Var(returns - values) / Var(returns) over the `mask` of all ranks, [T] each; None for constant returns."""
     columns = torch.stack([returns[mask].double(), (returns[mask] - values[mask]).double()])
     sums = all_reduce_sum(torch.cat([columns.sum(1), torch.tensor([float(columns.shape[1])], dtype=torch.float64)]))
     count = sums[2].clamp(min=1)

@@ -11,31 +11,20 @@ from megatron_rl.files import write_atomic
 from megatron_rl.training.advantages import TokenData
 from megatron_rl.training.micro_batch import MicroBatch
 
+_OF_TOKENS = ("advantages", "rollout_log_probs", "old_log_probs", "ref_log_probs", "teacher_log_probs", "old_values", "returns")
+
 
 def dump_micro_batch(path: Path, micro_batch: MicroBatch, data: TokenData, *, loss: float, grad_norm: float, temperature: float) -> None:
-    """Write this rank's tokens, recorded experts and inputs of the loss [N] to `path`.safetensors and `path`.json.
-
-    Raises UserError when the place cannot be written.
-    """
+    """Write tokens, experts and inputs of the loss [N] to `path`.safetensors and `path`.json. Raises UserError on failure."""
     index = micro_batch.target_index
-    arrays = {
-        "input_ids": micro_batch.input_ids[0].cpu().numpy(),
-        "position_ids": micro_batch.position_ids[0].cpu().numpy(),
-        "cu_seqlens_padded": micro_batch.packed.cu_seqlens_q_padded.cpu().numpy(),
-        "positions": micro_batch.positions.cpu().numpy(),
-        "targets": micro_batch.targets.cpu().numpy(),
-        "sequence_index": micro_batch.sequence_index.cpu().numpy(),
-        "advantages": data.advantages[index],
+    tensors = {
+        "input_ids": micro_batch.input_ids[0],
+        "position_ids": micro_batch.position_ids[0],
+        "cu_seqlens_padded": micro_batch.packed.cu_seqlens_q_padded,
+        **{name: getattr(micro_batch, name) for name in ("positions", "targets", "sequence_index")},
     }
-    optional = {
-        "rollout_log_probs": data.rollout_log_probs,
-        "old_log_probs": data.old_log_probs,
-        "ref_log_probs": data.ref_log_probs,
-        "teacher_log_probs": data.teacher_log_probs,
-        "old_values": data.old_values,
-        "returns": data.returns,
-    }
-    arrays |= {name: values[index] for name, values in optional.items() if values is not None}
+    arrays = {name: tensor.cpu().numpy() for name, tensor in tensors.items()}
+    arrays |= {name: values[index] for name in _OF_TOKENS if (values := getattr(data, name)) is not None}
     routed = micro_batch.routed
     if routed.experts is not None and routed.recorded is not None:
         arrays |= {"routed_experts": routed.experts.transpose(0, 1).numpy(), "routed": routed.recorded.cpu().numpy()}

@@ -29,10 +29,9 @@ class Meeting:
 
 
 def find_meeting(num_ranks: int, given: Meeting, *, environment: Mapping[str, str], existing: int | None = None) -> Meeting:
-    """Return the meeting point of `num_ranks` ranks, with rank and local rank.
+    """Return the meeting point of `num_ranks` ranks, with rank and local rank; `existing` is an initialised group's size.
 
-    `existing` is the size of an already initialised process group. Raises UserError for incomplete
-    arguments or another number of ranks.
+    Raises UserError for incomplete arguments or another number of ranks.
     """
     rank, local_rank = given.rank, given.local_rank
     if (rank is None) != (given.init_method is None):
@@ -85,7 +84,7 @@ def _torchrun(num_ranks: int, local_rank: int | None, environment: Mapping[str, 
 def join(topology: Topology, given: Meeting, *, timeout_s: float, seed: int) -> tuple[Device, bool]:
     """Join the other ranks and build Megatron's groups: this process's device, and True for a process group made here.
 
-    See `topology.initialize` for `timeout_s` and `seed`. Collective over all ranks.
+    `topology.initialize` describes the arguments. Collective over all ranks.
     """
     existing = distributed.get_world_size() if distributed.is_initialized() and given.rank is None and given.init_method is None else None
     meeting = find_meeting(topology.num_ranks, given, environment=os.environ, existing=existing)

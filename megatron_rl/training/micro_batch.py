@@ -25,8 +25,8 @@ class MicroBatch:
     """The model's input, and the positions of the predictions in use.
 
     `rows` [S] of the batch. `input_ids` and `position_ids` [1, T]; `token_index` [T] in the batch's
-    token arrays, -1 for padding; `positions` [N] among the T, ascending; `targets` [N] the
-    predicted tokens, and `target_index` [N] in the batch's arrays; `sequence_index` [N] in [0, S);
+    arrays, -1 for padding; `positions` [N] among the T, ascending; `targets` [N] the predicted
+    tokens, at `target_index` [N] in the batch's arrays; `sequence_index` [N] in [0, S);
     `sequence_tokens` [S] trainable over all context-parallel ranks.
     """
 
@@ -42,9 +42,9 @@ class MicroBatch:
     sequence_tokens: Tensor
     routed: RoutedTokens
 
-    def pick(self, values: NDArray[np.generic], dtype: torch.dtype = torch.float32) -> Tensor:
+    def pick(self, values: NDArray[np.generic]) -> Tensor:
         """Pick this micro-batch's targets [N] from a token-aligned array of the whole batch."""
-        return to_device(torch.from_numpy(values[self.target_index]).to(dtype), self.input_ids.device)
+        return to_device(torch.from_numpy(values[self.target_index]), self.input_ids.device)
 
 
 def make_micro_batch(
@@ -86,9 +86,7 @@ class MicroBatches:
     max_tokens: int
 
     def of_parts(self, batch: TrainBatch, parts: Sequence[Ints], *, all_tokens: bool = False) -> list[MicroBatch]:
-        """Return a micro-batch for each of `parts`, rows of `batch`, and empty ones up to a
-        multiple of an interleaved pipeline's stages.
-        """
+        """Return a micro-batch of each of `parts`, rows of `batch`; empty ones fill an interleaved pipeline's stages."""
         missing = -len(parts) % self.topology.pp if self.topology.vpp > 1 else 0
         parts = [*parts, *[np.empty(0, np.int64)] * missing]
         return [

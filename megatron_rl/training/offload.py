@@ -1,9 +1,8 @@
 """A trained model's memory, moved to host memory for another user of the device, and back.
 
-The bytes are copied out and the storage beneath the tensors shrinks to 0 bytes: every parameter,
-view into a gradient buffer and entry of the optimizer's state stays the same object. Touching a
-tensor while its part is away is an error of the caller, reported by torch as an access to a storage
-of size 0.
+The bytes are copied out and the storage shrinks to 0 bytes, so parameters, views into gradient
+buffers and optimizer state stay the same objects. torch reports a touched tensor of a part that is
+away as a storage of size 0.
 """
 
 from collections.abc import Iterable, Iterator

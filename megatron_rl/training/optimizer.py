@@ -1,7 +1,4 @@
-"""megatron-core's optimizer, gradient buffers and learning-rate schedule from settings.
-
-Any field of OptimizerConfig and DistributedDataParallelConfig can be set by its own name.
-"""
+"""megatron-core's optimizer, gradient buffers and learning-rate schedule from settings, fields by upstream's own names."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -50,10 +47,8 @@ _DDP_REFUSED = {
 
 
 def validate_optimizer_fields(fields: Mapping[str, Any], *, section: str = "optimizer") -> dict[str, Any]:
-    """Return `fields` of `training.SECTION` with values of the types declared by OptimizerConfig.
-
-    Raises UserError for an unknown name, a value of another type, or a field that follows from
-    another setting.
+    """Return `fields` of `training.SECTION` in OptimizerConfig's types. Raises UserError for
+    unknown, wrong or derived ones.
     """
     # megatron-core leaves some optional fields without a None in their type.
     checked = checked_fields(f"training.{section}", fields, OptimizerConfig, nullable=True)
@@ -69,10 +64,7 @@ def validate_optimizer_fields(fields: Mapping[str, Any], *, section: str = "opti
 
 
 def validate_ddp_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `fields` with values of the types declared by DistributedDataParallelConfig.
-
-    Raises UserError for an unknown name, a value of another type, or an unsupported value.
-    """
+    """Return `fields` in DistributedDataParallelConfig's types. Raises UserError for unknown, wrong or unsupported ones."""
     checked = checked_fields("training.ddp", fields, DistributedDataParallelConfig, nullable=True)
     for name, reason in _DDP_REFUSED.items():
         if checked.get(name):
@@ -84,9 +76,7 @@ def validate_ddp_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _distributed(optimizer: Mapping[str, Any], ddp: Mapping[str, Any]) -> bool:
-    """Return True when either section asks for the distributed optimizer. Raises UserError when
-    they contradict each other.
-    """
+    """Return True when a section asks for the distributed optimizer. Raises UserError when both contradict each other."""
     name = "use_distributed_optimizer"
     wanted = {section: bool(fields[name]) for section, fields in (("optimizer", optimizer), ("ddp", ddp)) if name in fields}
     if len(set(wanted.values())) > 1:
@@ -99,8 +89,8 @@ def _distributed(optimizer: Mapping[str, Any], ddp: Mapping[str, Any]) -> bool:
 def make_configs(
     optimizer: Mapping[str, Any], ddp: Mapping[str, Any], *, dtype: torch.dtype, section: str = "optimizer"
 ) -> tuple[OptimizerConfig, DistributedDataParallelConfig]:
-    """Return the configurations for parameters of `dtype`; `section` names the optimizer's fields
-    in errors. Raises UserError.
+    """Return the configurations for parameters of `dtype`. Raises UserError, in which `section`
+    names the optimizer's fields.
     """
     optimizer, ddp = validate_optimizer_fields(optimizer, section=section), validate_ddp_fields(ddp)
     distributed = {"use_distributed_optimizer": _distributed(optimizer, ddp)}
@@ -129,9 +119,7 @@ def wrap_ddp(chunks: Sequence[GPTModel], config: TransformerConfig, ddp: Distrib
 
 
 def build_optimizer(config: OptimizerConfig, model: Sequence[DistributedDataParallel]) -> MegatronOptimizer:
-    """Return megatron-core's optimizer of `model`, with `GroupStepAdam` for torch's Adam where no
-    fused one is installed.
-    """
+    """Return megatron-core's optimizer of `model`, with `GroupStepAdam` for torch's Adam where no fused one is installed."""
     optimizer = get_megatron_optimizer(config, list(model), use_gloo_process_groups=False)
     for part in optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]:
         if type(part.optimizer) in (torch.optim.Adam, torch.optim.AdamW):
@@ -145,12 +133,11 @@ def build_scheduler(
     """Return the learning rate over optimizer steps: linear warm-up to `config.lr`, then constant
     or falling to `config.min_lr`.
 
-    Step n of w warm-up steps, counted from 0, has n + 1 of w + 1 parts of the peak, so no step is
-    lost at rate 0. The rate falls over `schedule.decay_steps`, or over `total_steps` of the run;
-    the inverse square root, (w / n)^0.5 of the peak, has no end. wsd (Hu et al. 2024, arXiv
-    2404.06395) anneals along 1 - square root, found best by Hägele et al. 2024 (arXiv 2405.18392).
-    Raises UserError when the warm-up leaves no step to fall, or no setting gives the end of the
-    fall.
+    Step n of w warm-up steps, counted from 0, has n + 1 of w + 1 parts of the peak. The rate falls
+    over `schedule.decay_steps`, or over `total_steps` of the run; the inverse square root, (w /
+    n)^0.5 of the peak, has no end. wsd (Hu et al. 2024, arXiv 2404.06395) anneals along 1 - square
+    root (Hägele et al. 2024, arXiv 2405.18392). Raises UserError when the warm-up leaves no step to
+    fall, or no setting gives the end of the fall.
     """
     endless = schedule.decay_style in ("constant", "inverse_square_root")
     decay_steps = schedule.decay_steps or total_steps or (_NO_END if endless else None)

@@ -1,9 +1,7 @@
-"""Passes over micro-batches: log-probs or values without gradients, and forward + backward of a loss.
+"""Passes over micro-batches through megatron-core's schedules, so a pipeline needs no code of its own.
 
-All passes go through megatron-core's schedules, so a pipeline needs no code of its own. Every rank
-makes every call, also with micro-batches of padding alone.
-
-Legend: N predictions in use of a micro-batch, T tokens of a batch, H hidden channels.
+Every rank makes every call, also with micro-batches of padding alone. Legend: N predictions in use
+of a micro-batch, T tokens of a batch, H hidden channels.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +23,7 @@ from megatron_rl.models.language_model_head import TokenQuestion
 from megatron_rl.training.collectives import from_last_stage, sum_over_context_parallel
 from megatron_rl.training.micro_batch import MicroBatch
 from megatron_rl.training.topology import Place
-from megatron_rl.types import Ints
+from megatron_rl.types import Floats, Ints
 
 Chunk: TypeAlias = DistributedDataParallel | PolicyModel
 """A model chunk; one that is not trained needs no gradient buffers around it."""
@@ -51,23 +49,12 @@ class Policy:
     replays_routing: bool = False
 
     def statistics(self, hidden: Tensor, micro_batch: MicroBatch, *, with_entropy: bool) -> TokenStatistics:
-        """Return statistics [N] at the micro-batch's targets from the last stage's `hidden` [N, H].
-        Collective over tp ranks.
-        """
+        """Return statistics [N] at the micro-batch's targets from the last stage's `hidden` [N, H]. Collective over tp."""
         last = self.chunks[-1]
         model = last if isinstance(last, PolicyModel) else last.module
         assert isinstance(model, PolicyModel), "a policy is made of PolicyModels"
         question = TokenQuestion(micro_batch.targets, self.temperature, self.vocab_size, with_entropy)
         return model.token_statistics(hidden, question)
-
-
-_Numbered: TypeAlias = Iterator[tuple[int, MicroBatch]]
-
-
-def _iterators(chunks: Sequence[Chunk], micro_batches: Sequence[MicroBatch]) -> _Numbered | list[_Numbered]:
-    """One iterator for each model chunk, as the interleaved schedule wants; a lone one otherwise."""
-    iterators: list[_Numbered] = [enumerate(micro_batches) for _ in chunks]
-    return iterators if len(iterators) > 1 else iterators[0]
 
 
 def _run(
@@ -80,12 +67,11 @@ def _run(
     router_step: RouterStep | None = None,
     **options: Any,
 ) -> list[Any]:
-    """Put all micro-batches through the schedule; `finish(number, output)` ends each on the last stage.
-
-    The output is taken at the micro-batch's positions, or `everywhere`.
+    """Run the schedule; `finish(number, output)` ends each micro-batch, at its positions or
+    `everywhere`, on the last stage.
     """
 
-    def forward_step(iterator: _Numbered, chunk: Chunk) -> tuple[Tensor, Callable[..., Any]]:
+    def forward_step(iterator: Iterator[tuple[int, MicroBatch]], chunk: Chunk) -> tuple[Tensor, Callable[..., Any]]:
         number, micro_batch = next(iterator)
         input_ids, position_ids = micro_batch.input_ids, micro_batch.position_ids
         packed = replace(micro_batch.packed, routing=Routing(micro_batch.routed, replay=replay, step=router_step))
@@ -95,13 +81,14 @@ def _run(
             output = forward_selected(chunk, input_ids, position_ids, packed, micro_batch.positions)
         return output, partial(finish, number)
 
-    longest = max(micro_batch.input_ids.shape[1] for micro_batch in micro_batches)
+    # The interleaved schedule wants an iterator for each model chunk, the others a lone one.
+    iterators, interleaved = [enumerate(micro_batches) for _ in chunks], len(chunks) > 1
     reports: list[Any] = get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=_iterators(chunks, micro_batches),
-        model=list(chunks) if len(chunks) > 1 else chunks[0],
+        data_iterator=iterators if interleaved else iterators[0],
+        model=list(chunks) if interleaved else chunks[0],
         num_microbatches=len(micro_batches),
-        seq_length=longest,
+        seq_length=max(micro_batch.input_ids.shape[1] for micro_batch in micro_batches),
         micro_batch_size=1,
         **options,
     )
@@ -129,14 +116,14 @@ def _look(
     return reports
 
 
-def _by_token(parts: Sequence[tuple[Ints, Tensor]], place: Place, *, num_tokens: int, device: torch.device) -> Tensor:
-    """Return numbers [T] float32 from `parts`, (positions, numbers), of the last stage, else 0;
+def _by_token(parts: Sequence[tuple[Ints, Tensor]], place: Place, *, num_tokens: int, device: torch.device) -> Floats:
+    """Return numbers [T] float32, else 0, from the last stage's `parts`, (positions, numbers);
     equal on tp, cp and pp ranks.
     """
     result = torch.zeros(num_tokens, device=device)
     for index, numbers in parts:
         result[to_device(index, device)] = numbers.float()
-    return from_last_stage(sum_over_context_parallel(result, place), place)
+    return np.asarray(from_last_stage(sum_over_context_parallel(result, place), place).cpu().numpy(), dtype=np.float32)
 
 
 @torch.no_grad()
@@ -150,12 +137,8 @@ def statistics(policy: Policy, micro_batches: Sequence[MicroBatch], *, with_entr
 
 
 @torch.no_grad()
-def log_probs(policy: Policy, micro_batches: Sequence[MicroBatch], *, num_tokens: int) -> Tensor:
-    """Return log-probs [T] float32, nats, of the micro-batches' targets among `num_tokens` tokens;
-    0 at every other token.
-
-    The same on all tensor-, context- and pipeline-parallel ranks of a data-parallel rank.
-    """
+def log_probs(policy: Policy, micro_batches: Sequence[MicroBatch], *, num_tokens: int) -> Floats:
+    """Return log-probs [T] float32, nats, of the targets among `num_tokens` tokens, else 0; equal on tp, cp and pp ranks."""
     reports = statistics(policy, micro_batches, with_entropy=False)
     here = micro_batches if policy.place.last_stage else []
     parts = [(micro_batch.target_index, report.log_prob) for micro_batch, report in zip(here, reports, strict=True)]
@@ -163,10 +146,8 @@ def log_probs(policy: Policy, micro_batches: Sequence[MicroBatch], *, num_tokens
 
 
 @torch.no_grad()
-def state_values(chunks: Sequence[Chunk], micro_batches: Sequence[MicroBatch], place: Place, *, num_tokens: int) -> Tensor:
-    """Return a critic's values [T] float32 behind each of the micro-batches' tokens among
-    `num_tokens`, as `log_probs` does.
-    """
+def state_values(chunks: Sequence[Chunk], micro_batches: Sequence[MicroBatch], place: Place, *, num_tokens: int) -> Floats:
+    """Return a critic's values [T] float32 behind each token of the micro-batches, else 0; equal on tp, cp and pp ranks."""
     reports = _look(chunks, micro_batches, lambda _, values: values.flatten(), everywhere=True)
     parts = []
     for micro_batch, values in zip(micro_batches if place.last_stage else [], reports, strict=True):
@@ -186,8 +167,7 @@ def forward_backward(
     """Compute gradients of the sum of `loss` over all micro-batches and dp and cp ranks, in the gradient buffers.
 
     With `replay` routers take recorded experts; their counts and own losses are those of
-    `router_step`. Returns the reports of `loss` for each micro-batch on the last stage; an empty
-    list on the others.
+    `router_step`. Returns the reports of `loss` on the last stage; an empty list on the others.
     """
     no_tokens = torch.zeros((), dtype=torch.int, device=micro_batches[0].input_ids.device)
 

@@ -12,16 +12,13 @@ from megatron_rl.training.offload import piece_sizes
 
 
 class RestingWeights:
-    """Host copies of a model's tensors, page-locked in pieces where there is a GPU, whose order
-    copies follow without waiting.
-    """
+    """Host copies of a model's tensors, page-locked in pieces for a GPU: copies follow its order without waiting."""
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]], *, replacing: bool) -> None:
         """Copy the tensors of this rank, given by `tensors` in the same order at each call.
 
-        `replacing`: the tensors hold other weights, swapped with the copies piece by piece, so the
-        device never holds two models. Otherwise they are empty except during a pass; nobody may
-        write to them.
+        `replacing`: they hold other weights, swapped piece by piece, so the device never holds two
+        models. Otherwise they are empty except during a pass; nobody may write to them.
         """
         self._tensors = tensors
         self._replacing = replacing
@@ -81,9 +78,7 @@ def _cut(pieces: Sequence[Tensor], sizes: Sequence[int]) -> list[list[Tensor]]:
 
 
 def trained_tensors(chunks: Sequence[DistributedDataParallel]) -> Iterator[Tensor]:
-    """Yield the tensors moved by training: trained parameters, and biases of routers; not the
-    optimizer's fp32 parameters.
-    """
+    """Yield the tensors moved by training: trained parameters, not the optimizer's fp32 ones, and biases of routers."""
     for chunk in chunks:
         yield from (parameter for parameter in chunk.parameters() if parameter.requires_grad)
         # A bias decides the choice of experts, and moves where model.megatron.moe_router_bias_update_rate says so.

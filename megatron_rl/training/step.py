@@ -1,13 +1,13 @@
-"""One optimizer step in two halves, each with metrics: gradients, then the update.
+"""One optimizer step in two halves, each with metrics: gradients, then the update. The critic shares both.
 
-`PolicySteps` are the policy's; the critic shares `compute_gradients` and `apply_gradients`. Legend:
-N trainable tokens of a micro-batch.
+Legend: N trainable tokens of a micro-batch.
 """
 
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,12 @@ from megatron_rl.models.hf_weights import expert_biases
 from megatron_rl.observe.metrics import Last, Mean, Metric, Sum
 from megatron_rl.training import passes
 from megatron_rl.training.advantages import TokenData
-from megatron_rl.training.collectives import SequenceSum, gather_on_last_stage, sum_over_ranks
+from megatron_rl.training.collectives import gather_on_last_stage, sum_over_ranks, sum_sequences
 from megatron_rl.training.dump import dump_micro_batch
 from megatron_rl.training.expert_load import ExpertLoad
 from megatron_rl.training.micro_batch import MicroBatch
 from megatron_rl.training.topology import Place
-from megatron_rl.types import Ints, StepTotals
+from megatron_rl.types import StepTotals
 
 _METRIC_NAMES: Mapping[str, tuple[str, ...]] = {
     "kl_k3": ("train/kl_k3", "train/kl_reference"),
@@ -46,15 +46,17 @@ _METRIC_NAMES: Mapping[str, tuple[str, ...]] = {
 }
 """Names of the loss's metrics in the table of metrics, where they are not train/NAME."""
 
+_OF_TOKENS = ("old_log_probs", "rollout_log_probs", "ref_log_probs", "advantages", "kl_mask", "token_keys")
+"""Fields of TokenData that are the loss's inputs of the same names."""
+
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Gradients:
-    """Gradients in a model's buffers that wait for the update, and their inputs.
+    """Gradients in a model's buffers that wait for the update, and their inputs; `number` counts optimizer steps from 1.
 
-    `number` counts optimizer steps from 1. `metrics` are this rank's share, `reports` those of its
-    micro-batches on the last stage. `finite`: all losses of all ranks were. `means` of measured
-    metrics are over all ranks, None without a measurement. `moved_biases` are routers' biases with
-    their values after the step.
+    `metrics` are this rank's share, `reports` those of its micro-batches on the last stage.
+    `finite`: all losses of all ranks were. `means` of measured metrics are over all ranks, None
+    without a measurement. `moved_biases` are routers' biases with their values after the step.
     """
 
     number: int
@@ -74,11 +76,7 @@ class PolicySteps:
     def __init__(
         self, objective: Objective, model: TrainedModel, policy: passes.Policy, *, dumps: Path | None, seed: int, frozen_steps: int = 0
     ) -> None:
-        """Set up the steps of `policy`, which is `model` as a distribution.
-
-        The first `frozen_steps` change no weights. Micro-batches that break a step are written to
-        the directory `dumps`.
-        """
+        """Set up the steps of `policy`, which is `model` as a distribution; the first `frozen_steps` change no weights."""
         self._objective = objective
         self._model = model
         self._policy = policy
@@ -91,7 +89,7 @@ class PolicySteps:
     @property
     def kl_reward_coef(self) -> float:
         """Return the present coefficient of the KL in the rewards."""
-        return 0.0 if self._objective.kl_reward is None else self._controls.kl_coef
+        return self._controls.kl_reward_coef(self._objective)
 
     def state(self) -> dict[str, Any]:
         """Return plain values for a checkpoint."""
@@ -132,11 +130,7 @@ class PolicySteps:
         return dataclasses.replace(gradients, metrics={**agreed, **own})
 
     def apply(self, gradients: Gradients) -> dict[str, Metric]:
-        """Update the weights once; return this rank's share of added metrics.
-
-        Nothing changes in a step without trainable tokens, nor when a loss or gradient of any rank
-        is not finite.
-        """
+        """Update the weights once, unless no token is trainable or a loss or gradient is not finite; return added metrics."""
         place = self._policy.place
         if not gradients.totals.num_tokens:
             return _agreed(place, {"train/skipped_steps": Sum(1)})
@@ -156,7 +150,7 @@ class PolicySteps:
     ) -> tuple[Objective, Coefficients, passes.LossFunction]:
         """Return the step's objective, coefficients and loss, after a pass before the step where needed."""
         policy, statistics, entropy = self._policy, None, None
-        sequence_sum = SequenceSum(policy.place.cp_group)
+        sequence_sum = partial(sum_sequences, group=policy.place.cp_group)
         seen: Sequence[TokenStatistics | None] = [None] * len(micro_batches)
         if looks := self._objective.needs_step_statistics or self._objective.needs_entropy_before_step:
             seen, entropy = look_before_step(policy, micro_batches)
@@ -193,10 +187,8 @@ class PolicySteps:
 
 
 def look_before_step(policy: passes.Policy, micro_batches: Sequence[MicroBatch]) -> tuple[list[TokenStatistics], float | None]:
-    """Return each micro-batch's statistics before the step on the last stage, and the mean entropy,
-    nats, of all ranks' tokens.
-
-    Collective over all ranks.
+    """Return each micro-batch's statistics before the step on the last stage, and all ranks' mean
+    entropy, nats. Collective.
     """
     seen = passes.statistics(policy, micro_batches)
     pair = torch.zeros(2, dtype=torch.float64, device=micro_batches[0].input_ids.device)
@@ -214,30 +206,19 @@ def loss_inputs(
 ) -> LossInputs:
     """Return inputs [N] of trainable tokens, so every mask entry is True; `seen` is of the pass before the step."""
     current = statistics.log_prob.detach()
-
-    def pick(values: Any, dtype: torch.dtype = torch.float32) -> Tensor | None:
-        return None if values is None else micro_batch.pick(values, dtype)
-
-    def of_sequences(values: Ints | None) -> Tensor | None:
-        return None if values is None else to_device(values[micro_batch.rows], current.device)
-
+    given = {name: values for name in _OF_TOKENS if (values := getattr(data, name)) is not None}
+    of_sequences = {name: values for name in ("trajectory_ids", "trajectory_tokens") if (values := getattr(data, name)) is not None}
     return LossInputs(
         log_probs=statistics.log_prob,
         entropy=statistics.entropy,
         varentropy=statistics.varentropy,
-        old_log_probs=current if data.old_log_probs is None else pick(data.old_log_probs),
-        rollout_log_probs=pick(data.rollout_log_probs),
-        ref_log_probs=pick(data.ref_log_probs),
-        advantages=pick(data.advantages),
         loss_mask=torch.ones_like(current, dtype=torch.bool),
         sequence_index=micro_batch.sequence_index,
         sequence_tokens=micro_batch.sequence_tokens,
-        kl_mask=pick(data.kl_mask, torch.bool),
-        token_keys=pick(data.token_keys, torch.int64),
         selection_log_probs=None if seen is None else seen.log_prob,
         selection_entropy=None if seen is None else seen.entropy,
-        trajectory_ids=of_sequences(data.trajectory_ids),
-        trajectory_tokens=of_sequences(data.trajectory_tokens),
+        **{"old_log_probs": current, **{name: micro_batch.pick(values) for name, values in given.items()}},
+        **{name: to_device(values[micro_batch.rows], current.device) for name, values in of_sequences.items()},
     )
 
 
@@ -246,7 +227,7 @@ def _differences(inputs: LossInputs, micro_batch: MicroBatch, data: TokenData) -
     assert inputs.old_log_probs is not None, "loss_inputs gives them"
     pairs = {}
     if inputs.rollout_log_probs is not None:
-        generated = micro_batch.pick(data.weight_versions, dtype=torch.int64) >= 0
+        generated = micro_batch.pick(data.weight_versions) >= 0
         difference = (inputs.rollout_log_probs - inputs.old_log_probs).abs()
         pairs["log_prob_diff"] = (torch.where(generated, difference, 0.0).sum(), generated.sum())
     if data.teacher_log_probs is not None:
@@ -281,11 +262,10 @@ def compute_gradients(
     replay: bool = False,
     router_step: RouterStep | None = None,
 ) -> Gradients:
-    """Replace the model's gradients by those of `loss` over all micro-batches of all ranks; return
-    `waiting` with the results.
+    """Replace the model's gradients by those of `loss` over all micro-batches of all ranks; return `waiting` completed.
 
     The reports of `loss` are `LossOutput`s, and `measure` names metrics whose mean is asked for.
-    See `passes.forward_backward` for `replay` and `router_step`. No weight changes. Collective.
+    `passes.forward_backward` describes `replay` and `router_step`. No weight changes. Collective.
     """
     model.optimizer.zero_grad()
     biases = [bias for chunk in model.chunks for _, bias in expert_biases(chunk)]
@@ -321,11 +301,10 @@ def apply_gradients(
     temperature: float = 1.0,
     frozen: bool = False,
 ) -> tuple[bool, dict[str, Metric]]:
-    """Update the weights once; return True when all losses and the gradient were finite, and
-    metrics named with `prefix`.
+    """Update the weights once; return True for finite losses and gradient, and metrics named with `prefix`. Collective.
 
-    Nothing is updated otherwise, on any rank, and the micro-batches that may be the cause are
-    written to the directory `dumps`. A `frozen` model is left unchanged. Collective.
+    Otherwise nothing is updated, on any rank, and the micro-batches that may be the cause are
+    written to the directory `dumps`. A `frozen` model is left unchanged.
     """
     lr = 0.0 if frozen else model.lr
     sound, grad_norm = optimizer_step(model.optimizer, frozen=frozen) if gradients.finite else (False, math.nan)
@@ -346,9 +325,8 @@ def apply_gradients(
 
 
 def optimizer_step(optimizer: MegatronOptimizer, *, frozen: bool = False) -> tuple[bool, float]:
-    """Clip and apply the gradients; return their soundness, and their norm before clipping, equal on every rank.
-
-    Nothing is updated when the norm is not finite, nor when the weights are `frozen`. Collective.
+    """Clip and apply finite gradients, unless `frozen`; return their soundness, and their norm
+    before clipping. Collective.
     """
     found_inf = optimizer.prepare_grads()
     grad_norm = float(optimizer.get_grad_norm())
@@ -369,10 +347,7 @@ def optimizer_step(optimizer: MegatronOptimizer, *, frozen: bool = False) -> tup
 
 
 def share_of_metrics(reports: Sequence[LossOutput], place: Place, *, loss: str, names: Mapping[str, tuple[str, ...]]) -> dict[str, Metric]:
-    """Return this rank's share of the metrics: sums over micro-batches, read from the device at once.
-
-    The loss is called train/`loss`; `names` gives the other names, else train/NAME.
-    """
+    """Return this rank's share of the metrics, read from the device at once; `names` where they are not train/NAME."""
     if not place.reports:
         return {}
     own = list(reports[0].metrics)

@@ -1,5 +1,4 @@
-"""The teacher of on-policy distillation: a second model of any architecture, asked for log-probs and never trained.
-
+"""The teacher of on-policy distillation: a second model, asked for log-probs and never trained.
 Legend: T tokens of a batch.
 """
 
@@ -7,7 +6,6 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -41,17 +39,9 @@ def read_teacher_spec(teacher: Path) -> ModelSpec:
 def teacher_config(
     model: ModelSettings, topology: TopologySettings, spec: ModelSpec, *, dtype: torch.dtype, attention: Attention
 ) -> TransformerConfig:
-    """Return megatron-core's configuration of the teacher of `spec`. Raises UserError when it and
-    the policy's layout do not fit.
-    """
+    """Return megatron-core's configuration of the teacher of `spec`. Raises UserError when it does not fit the layout."""
     try:
-        return transformer_config(
-            spec,
-            topology=topology,
-            dtype=dtype,
-            overrides=model.megatron,
-            attention=attention,
-        )
+        return transformer_config(spec, topology=topology, dtype=dtype, overrides=model.megatron, attention=attention)
     except UserError as error:
         raise UserError(f"model.teacher {model.teacher} is to run in the policy's layout, but: {error}") from error
 
@@ -85,9 +75,7 @@ def check_vocabulary(policy: Path, teacher: Path) -> None:
 
 
 class Teacher:
-    """One rank's share of the teacher; the weights rest in host memory between passes. Methods are
-    collective over all ranks.
-    """
+    """One rank's share of the teacher, with weights at rest in host memory between passes. Methods are collective."""
 
     def __init__(self, model: ModelSettings, topology: TopologySettings, path: Path, *, device: Device, place: Place) -> None:
         """Build the model of the Hugging Face directory `path`. Raises UserError as `teacher_config`."""
@@ -100,5 +88,4 @@ class Teacher:
         """Return log-probs [T], nats, of the micro-batches' targets among `num_tokens` tokens at `temperature`; else 0."""
         with self._weights.in_place():
             policy = passes.Policy(chunks=self._chunks, place=self._place, vocab_size=self._spec.vocab_size, temperature=temperature)
-            values = passes.log_probs(policy, micro_batches, num_tokens=num_tokens)
-        return np.asarray(values.cpu().numpy(), dtype=np.float32)
+            return passes.log_probs(policy, micro_batches, num_tokens=num_tokens)

@@ -20,10 +20,7 @@ from megatron_rl.rendezvous import join_store, serve_store
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Sizes of every parallel dimension; num_ranks = tp x pp x cp x dp.
-
-    `vpp` virtual stages per pipeline rank; `ep` and `etp` arrange the same ranks for experts.
-    """
+    """Sizes of every parallel dimension; num_ranks = tp x pp x cp x dp, arranged by `ep` and `etp` for experts."""
 
     num_ranks: int
     tp: int
@@ -69,9 +66,9 @@ class Topology:
     def gathers_for(self, receivers: Iterable[int], *, rank: int) -> bool:
         """Return True when `rank` takes part in gathering the whole model for the global ranks `receivers`.
 
-        Consecutive ranks of a stage hold all its weights between them, as many ranks as experts and
-        dense weights both fill. With the same ranks of all other stages they gather alone; the
-        remaining ranks hold copies.
+        As many consecutive ranks of a stage as experts and dense weights both fill hold its weights
+        between them. They gather alone, with the same ranks of other stages; the remaining ranks
+        hold copies.
         """
         stage, num_together = self.num_ranks // self.pp, math.lcm(self.tp, self.etp * self.ep)
         return any(receiver % stage // num_together == rank % stage // num_together for receiver in receivers)
@@ -92,8 +89,7 @@ class Topology:
         """Raise UserError for a model that cannot be divided: heads, KV groups, FFN by tp, layers by stages.
 
         `megatron` are the user's fields of megatron-core's configuration, possibly with numbers of
-        layers for the first and the last pipeline stage. KV groups fewer than tp are shared by as
-        many ranks each.
+        layers for the end stages. KV groups fewer than tp are shared by as many ranks each.
         """
         self._check_stages(num_layers, megatron or {})
         for name, size in (("attention heads", num_heads), ("FFN columns", ffn_size)):

@@ -35,12 +35,11 @@ def build_trained_model(
     with_value_head: bool = False,
     with_weights: bool = True,
 ) -> TrainedModel:
-    """Build the model of `model.path` with weights, and an optimizer of the fields `optimizer`.
+    """Build the model of `model.path` with weights, and an optimizer of the fields `optimizer`, over `total_steps` steps.
 
-    The learning rate follows `total_steps` optimizer steps. `with_value_head` makes a critic: one
-    value for each position in place of logits. Without weights, which then need not exist, only
-    sizes can be asked. Collective; megatron's parallel state must be initialised. Raises UserError
-    for contradictions with the model, the layout or the installed megatron-core.
+    `with_value_head` makes a critic: one value for each position in place of logits. Without
+    weights only sizes can be asked. Collective; megatron's parallel state must be initialised.
+    Raises UserError for contradictions with the model, the layout or the installed megatron-core.
     """
     dtype = model_dtype(model, device)
     attention = resolve_attention(model.attention, spec, overrides=model.megatron, cp=training.topology.cp, capability=local_capability())
@@ -67,9 +66,7 @@ def build_trained_model(
 
 
 def _check_ranks_train(chunks: Sequence[PolicyModel]) -> None:
-    """Refuse, on every rank, a rank without a weight to train, whose distributed optimizer could
-    not be saved. Collective.
-    """
+    """Refuse, on every rank, one without a weight to train, whose distributed optimizer could not be saved. Collective."""
     trainable = any(parameter.requires_grad for chunk in chunks for parameter in chunk.parameters())
     if not true_on_ranks(trainable):
         raise UserError(

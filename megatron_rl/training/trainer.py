@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 from megatron.core import parallel_state
 from torch import Tensor, distributed
 
@@ -27,12 +26,7 @@ from megatron_rl.models.weight_table import tensor_shapes
 from megatron_rl.observe.metrics import Metric
 from megatron_rl.plugins.loader import load
 from megatron_rl.training import passes
-from megatron_rl.training.advantages import (
-    TokenData,
-    make_token_data,
-    needs_old_log_probs,
-    values_before,
-)
+from megatron_rl.training.advantages import TokenData, make_token_data, needs_old_log_probs, values_before
 from megatron_rl.training.collectives import shares_of_data_parallel
 from megatron_rl.training.critic import Critic
 from megatron_rl.training.expert_load import check_routing_replay
@@ -58,12 +52,12 @@ class Trainer:
     order with the same arguments: methods are collective unless stated otherwise. Legend: T tokens
     of the whole batch.
 
-    `objective` is GRPO by default. Log-probs are those of softmax(logits / temperature), as
-    sampled. A decaying learning rate falls over `total_steps` optimizer steps, if not over
-    training.schedule.decay_steps. Micro-batches that make a loss or gradient non-finite are written
-    to `dump_directory`. `meeting` is for processes outside torchrun. Raises UserError for what does
-    not fit the model, the layout, the number of processes or the installed megatron-core, and, on
-    all ranks, for weights that differ from their manifest.
+    `objective` is GRPO by default, log-probs those of softmax(logits / temperature). A decaying
+    learning rate falls over `total_steps` optimizer steps, if not over
+    training.schedule.decay_steps. Micro-batches of a non-finite loss or gradient are written to
+    `dump_directory`. `meeting` is for processes outside torchrun. Raises UserError for a misfit of
+    model, layout, number of processes or megatron-core, and, on all ranks, for weights that differ
+    from their manifest.
     """
 
     def __init__(
@@ -93,7 +87,9 @@ class Trainer:
         with ExitStack() as undo:
             # A process without a complete rank must not stay in the groups.
             undo.callback(self.close)
-            self._place = place = Place.here()
+            place = Place.here()
+            self.dp_rank = place.dp_rank
+            """The number of this rank's batch shard for `train_shard`."""
             self._micro_batches = MicroBatches(self._topology, place, self._device.torch_device, training.max_tokens_per_micro_batch)
             teacher = teacher_path(self._objective, model) if self._objective.distillation_coef else None
             for path in dict.fromkeys(path for path in (model.path, teacher) if path is not None):
@@ -101,11 +97,11 @@ class Trainer:
             build = partial(build_trained_model, model, training, self._spec, device=self._device, total_steps=total_steps)
             self._model = build(optimizer=training.optimizer)
             self._policy = passes.Policy(self._model.chunks, place, self._spec.vocab_size, temperature, training.routing_replay)
-            self._critic = Critic.built(build, self._objective, training, place=place, dumps=dumps) if self._objective.has_critic else None
+            self.critic = Critic(build, self._objective, training, place=place, dumps=dumps) if self._objective.has_critic else None
             keeps_reference = training.keeps_reference(self._objective)
             self._reference = RestingWeights(partial(trained_tensors, self._model.chunks), replacing=True) if keeps_reference else None
             self._teacher = Teacher(model, training.topology, teacher, device=self._device, place=place) if teacher is not None else None
-            frozen = training.critic.warmup_steps if self._critic is not None else 0
+            frozen = training.critic.warmup_steps if self.critic is not None else 0
             self._steps = PolicySteps(self._objective, self._model, self._policy, dumps=dumps, seed=seed, frozen_steps=frozen)
             self._memories = {name: ModelMemory(trained) for name, trained in self.trained_models().items()}
             undo.pop_all()
@@ -126,9 +122,7 @@ class Trainer:
         )
 
     def close(self) -> None:
-        """Leave the other ranks: another Trainer can then be made in this process. A process group
-        made elsewhere stays.
-        """
+        """Leave the other ranks, but not a process group made elsewhere. This process can then make another Trainer."""
         self._let_go_of_state()
         if self._owns_group:
             shutdown()
@@ -141,27 +135,15 @@ class Trainer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @property
-    def dp_rank(self) -> int:
-        """Return the data-parallel rank: the number of the batch shard for `train_shard`."""
-        return self._place.dp_rank
-
-    @property
-    def critic(self) -> Critic | None:
-        """Return the critic, None when the objective needs none."""
-        return self._critic
-
     def _let_go_of_state(self) -> None:
-        """Wait until no save in progress reads the trained models any more.
-
-        Every method that changes or moves weights or optimizer state, even for a moment, calls this
-        first. A gather of parameters that overlaps forward passes is no change.
+        """Wait until no save reads the trained models: first in every method that changes or moves
+        weights or optimizer state.
         """
         if self._saving is not None:
             self._saving.wait_for_copies()
 
     def _log_probs(
-        self, batch: TrainBatch, micro_batches: Sequence[MicroBatch], *, reference: bool, temperature: float | None = None
+        self, num_tokens: int, micro_batches: Sequence[MicroBatch], *, reference: bool, temperature: float | None = None
     ) -> Floats:
         policy = self._policy if temperature is None else dataclasses.replace(self._policy, temperature=temperature)
         weights: AbstractContextManager[None] = nullcontext()
@@ -175,8 +157,7 @@ class Trainer:
             policy, weights = dataclasses.replace(policy, replays_routing=False), self._reference.in_place()
             self._let_go_of_state()
         with complete_parameters(self._model.chunks), weights:
-            values = passes.log_probs(policy, micro_batches, num_tokens=len(batch.tokens))
-        return np.asarray(values.cpu().numpy(), dtype=np.float32)
+            return passes.log_probs(policy, micro_batches, num_tokens=num_tokens)
 
     def log_probs(self, batch: TrainBatch, *, reference: bool = False, temperature: float | None = None) -> Floats:
         """Return log-probs [T], nats, of every token of `batch` given the tokens before; 0 for each sequence's first.
@@ -185,27 +166,26 @@ class Trainer:
         trainer's; each data-parallel rank computes a share. Raises UserError for different batches.
 
         Example: `dataclasses.replace(batch, old_log_probs=trainer.log_probs(batch))` before several
-        optimizer steps.
+        steps.
         """
         micro_batches = self._shared_micro_batches(batch)
-        return shares_of_data_parallel(self._log_probs(batch, micro_batches, reference=reference, temperature=temperature))
+        return shares_of_data_parallel(self._log_probs(len(batch.tokens), micro_batches, reference=reference, temperature=temperature))
 
     def own_log_probs(self, batch: TrainBatch, *, temperature: float) -> Floats:
         """Return `log_probs` [T] of the current weights, undivided, for the parity probe."""
         check_fits(batch, self._spec)
         micro_batches = self._micro_batches.of_all_tokens(batch, divided=False)
-        return self._log_probs(batch, micro_batches, reference=False, temperature=temperature)
+        return self._log_probs(len(batch.tokens), micro_batches, reference=False, temperature=temperature)
 
     def values(self, batch: TrainBatch) -> Floats:
-        """Return the critic's values [T], reward units, of the state before each token; any number
-        for each sequence's first.
+        """Return the critic's values [T], reward units, before each token; any number for each sequence's first.
 
         Raises UserError without a critic, and when the ranks have different batches.
         """
-        if self._critic is None:
+        if self.critic is None:
             raise UserError("values were asked for, but only objective.advantage.kind gae has a critic; choose it")
         micro_batches = self._shared_micro_batches(batch)
-        return values_before(shares_of_data_parallel(self._critic.state_values(micro_batches, num_tokens=len(batch.tokens))))
+        return values_before(shares_of_data_parallel(self.critic.state_values(micro_batches, num_tokens=len(batch.tokens))))
 
     def _shared_micro_batches(self, batch: TrainBatch) -> list[MicroBatch]:
         """Return this data-parallel rank's share of all tokens of a batch held by every rank."""
@@ -216,10 +196,10 @@ class Trainer:
     def train(self, batch: TrainBatch) -> list[dict[str, float]]:
         """Train on the whole rollout batch, passed by every rank; return metrics of each step, equal on every rank.
 
-        Makes `training.optimizer_steps_per_batch` optimizer steps, each on a random part of the
-        trajectories. `megatron_rl/observe/metrics.py` gives the meaning and unit of each metric. A
-        non-finite loss or gradient changes no weights and sets `train/skipped_steps`. Raises
-        UserError for a batch that does not fit the objective or differs between ranks.
+        Each of `training.optimizer_steps_per_batch` steps takes a random part of the trajectories.
+        observe/metrics.py gives the metrics' meaning and unit. A non-finite loss or gradient
+        changes no weights and sets `train/skipped_steps`. Raises UserError for a batch that does
+        not fit the objective or differs between ranks.
 
         Example: `loss = trainer.train(batch)[-1]["train/loss"]`
         """
@@ -230,27 +210,23 @@ class Trainer:
         return merge_over_ranks(self.train_shard(shards[self.dp_rank]))
 
     def train_shard(self, shard: Shard) -> list[dict[str, Metric]]:
-        """Train on `shard`, this data-parallel rank's part of a batch divided by the caller.
-
-        Merging the metrics of all ranks gives the step's; ranks with the same metrics as another
-        return empty dicts.
-        """
+        """Train on `shard`, this data-parallel rank's part of a batch; return its share of the metrics of each step."""
         self._let_go_of_state()
         parts, data = self._prepare(shard)
         metrics = []
         for part, totals in zip(parts, shard.totals, strict=True):
             gradients = self._steps.forward_backward(part, totals, data)
             metrics.append({**gradients.metrics, **self._steps.apply(gradients)})
-            if self._critic is not None:
-                gradients = self._critic.forward_backward(part, totals, data, number=gradients.number)
-                metrics[-1] |= {**gradients.metrics, **self._critic.apply(gradients)}
-        if self._critic is not None:
-            metrics[0] |= self._critic.judge(shard.batch, data)
+            if self.critic is not None:
+                gradients = self.critic.forward_backward(part, totals, data, number=gradients.number)
+                metrics[-1] |= {**gradients.metrics, **self.critic.apply(gradients)}
+        if self.critic is not None:
+            metrics[0] |= self.critic.judge(shard.batch, data)
         return metrics
 
     def forward_backward(self, batch: TrainBatch) -> dict[str, float]:
-        """Compute the objective's gradient over `batch`, one whole step; return metrics, equal on
-        every rank. No weight changes.
+        """Compute the objective's gradient over `batch`, one whole step, and change no weights;
+        return metrics of all ranks.
 
         Every rank passes the same batch. Means are over this batch, and advantages are made within
         it: a part of a larger one brings `advantages`, and `old_log_probs` unless the weights are
@@ -266,26 +242,24 @@ class Trainer:
         (part,), data = self._prepare(shard)
         policy = self._steps.forward_backward(part, shard.totals[0], data)
         metrics, critic = dict(policy.metrics), None
-        if self._critic is not None:
-            critic = self._critic.forward_backward(part, shard.totals[0], data, number=policy.number)
-            metrics |= {**critic.metrics, **self._critic.judge(shard.batch, data)}
+        if self.critic is not None:
+            critic = self.critic.forward_backward(part, shard.totals[0], data, number=policy.number)
+            metrics |= {**critic.metrics, **self.critic.judge(shard.batch, data)}
         self._waiting = policy, critic
         return merge_over_ranks([metrics])[0]
 
     def optimizer_step(self) -> dict[str, float]:
-        """Update the weights by the gradient of `forward_backward`; return its norm, learning rate
-        and skipped steps of all ranks.
+        """Update the weights by a finite gradient of `forward_backward`; return its norm, learning rate and skipped steps.
 
-        Nothing is updated when a loss or gradient was not finite. Raises UserError when no gradient
-        waits.
+        The metrics are of all ranks. Raises UserError when no gradient waits.
         """
         if self._waiting is None:
             raise UserError("optimizer_step has no gradient to apply; call forward_backward(batch) first")
         self._let_go_of_state()
         (policy, critic), self._waiting = self._waiting, None
         metrics = self._steps.apply(policy)
-        if self._critic is not None and critic is not None:
-            metrics |= self._critic.apply(critic)
+        if self.critic is not None and critic is not None:
+            metrics |= self.critic.apply(critic)
         return merge_over_ranks([metrics])[0]
 
     def _refuse_waiting(self, what: str) -> None:
@@ -300,7 +274,22 @@ class Trainer:
         check_fits(shard.batch, self._spec)
         check_batch(self._objective, shard.batch, rewards=shard.all_rewards, trajectory_ids=shard.all_trajectory_ids)
         parts = [self._micro_batches.of_parts(shard.batch, step) for step in shard.steps]
-        return parts, self._token_data(shard, [micro_batch for part in parts for micro_batch in part], num_steps=len(parts))
+        batch, num_tokens = shard.batch, len(shard.batch.tokens)
+        everything = [micro_batch for part in parts for micro_batch in part]
+        # All by the models before the first step.
+        reference = old = state_values = teacher = None
+        if batch.ref_log_probs is None and self._asks_reference(len(parts)):
+            reference = self._log_probs(num_tokens, everything, reference=True)
+        if needs_old_log_probs(self._objective, num_steps=len(parts)) and batch.old_log_probs is None:
+            old = self._log_probs(num_tokens, everything, reference=False)
+        if self.critic is not None and batch.values is None:
+            state_values = self.critic.state_values(everything, num_tokens=num_tokens)
+        if self._teacher is not None:
+            teacher = self._teacher.log_probs(everything, num_tokens=num_tokens, temperature=self._policy.temperature)
+        return parts, make_token_data(
+            self._objective, shard, old=old, reference=reference, state_values=state_values, teacher=teacher,
+            kl_reward_coef=self._steps.kl_reward_coef,
+        )  # fmt: skip
 
     def _asks_reference(self, num_steps: int) -> bool:
         """Return True when the objective or a measurement needs the reference for `num_steps` steps."""
@@ -308,38 +297,15 @@ class Trainer:
             return self._reference is not None
         return self._steps.num_steps // num_steps % self._training.reference_interval == 0
 
-    def _token_data(self, shard: Shard, micro_batches: Sequence[MicroBatch], *, num_steps: int) -> TokenData:
-        """Return constant per-token data of the batch's steps, by the models before the first step."""
-        batch = shard.batch
-        reference = old = state_values = teacher = None
-        if batch.ref_log_probs is None and self._asks_reference(num_steps):
-            reference = self._log_probs(shard.batch, micro_batches, reference=True)
-        if needs_old_log_probs(self._objective, num_steps=num_steps) and batch.old_log_probs is None:
-            old = self._log_probs(shard.batch, micro_batches, reference=False)
-        if self._critic is not None and batch.values is None:
-            state_values = self._critic.state_values(micro_batches, num_tokens=len(shard.batch.tokens))
-        if self._teacher is not None:
-            teacher = self._teacher.log_probs(micro_batches, num_tokens=len(batch.tokens), temperature=self._policy.temperature)
-        return make_token_data(
-            self._objective,
-            shard,
-            old=old,
-            reference=reference,
-            state_values=state_values,
-            teacher=teacher,
-            kl_reward_coef=self._steps.kl_reward_coef,
-        )
-
     def trained_models(self) -> dict[str, TrainedModel]:
         """Return the trained models by checkpoint name: `policy` and, for ppo, `critic`."""
         policy = {training_state.POLICY: self._model}
-        return policy if self._critic is None else {**policy, "critic": self._critic.model}
+        return policy if self.critic is None else {**policy, "critic": self.critic.model}
 
     def put_away(self, parts: Collection[Part] = PARTS) -> None:
-        """Free the device memory of these parts of all models. Not collective; a part already away stays away.
+        """Free the device memory of `parts` of all models, not collectively. Raises UserError while a gradient waits.
 
-        `weights` needs the parameters, all else everything. Raises UserError while a gradient
-        waits.
+        A part already away stays away. `weights` needs the parameters, all else everything.
         """
         self._refuse_waiting("put_away")
         self._let_go_of_state()
@@ -365,21 +331,21 @@ class Trainer:
                 yield from export_hf_weights([chunk.module for chunk in self._model.chunks], self._spec)
 
     def save(self, directory: Path | str) -> None:
-        """Write a checkpoint for `load`: weights, optimizer, schedule, controllers, generators.
+        """Write a checkpoint for `load`: weights, optimizer, schedule, controllers, generators; complete or not at all.
 
-        The directory, on storage shared by all ranks, appears complete or not at all. Raises
-        UserError when writing fails, and while a gradient waits.
+        The storage is shared by all ranks. Raises UserError when writing fails, and while a
+        gradient waits.
         """
         Saving(state=self._state_files(Path(directory))).finish()
 
     def begin_save(self, directory: Path | str | None = None, *, hf: Path | str | None = None) -> None:
-        """Save as `save` in `directory` and as `save_hf` in `hf`, but return once planned and
-        gathered. Raises UserError as `save`.
+        """Save as `save` in `directory` and as `save_hf` in `hf`, but return once planned and gathered.
 
         A thread of each rank copies the state to host memory and writes while the training goes on;
         the next call that changes or moves the state waits for the copies alone. A policy of more
         than half of rank 0's free host memory is written before the return. `finish_save` must
         follow before the process ends and before the next save, and puts the directories in place.
+        Raises UserError as `save`.
         """
         if self._saving is not None:
             raise UserError("begin_save was called while an earlier save is not in its place; call finish_save() first")
@@ -410,8 +376,7 @@ class Trainer:
             saving.finish()
 
     def load(self, directory: Path | str, *, weights_only: bool = False, checked: bool = False) -> tuple[str, ...]:
-        """Continue from a checkpoint of `save`, of this layout or another; return a sentence for
-        each changed hyperparameter.
+        """Continue from a checkpoint of `save`, in any layout; return a sentence for each changed hyperparameter.
 
         The settings' hyperparameters are taken, and the reference stays the settings' model. With
         `weights_only` the optimizer starts anew. `checked`, on every rank: all files were already
@@ -426,7 +391,7 @@ class Trainer:
 
     def save_hf(self, directory: Path | str, *, max_shard_bytes: int = MAX_SHARD_BYTES, durable: bool = True) -> None:
         """Write the policy as a Hugging Face directory, in files of at most `max_shard_bytes`.
-        Raises UserError when writing fails.
+        Raises UserError on failure.
 
         Layers of multi-token prediction are not trained: their weights come from model.path and are
         named in manifest.json. A directory that is not `durable` is for engines alone: without such

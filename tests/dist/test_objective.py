@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from megatron_rl.algorithms.aggregation import Aggregation
 from megatron_rl.algorithms.objective import PRESETS, Objective
 from megatron_rl.algorithms.value_loss import ValueLoss
 from megatron_rl.device import local_device
-from megatron_rl.training.collectives import SequenceSum
+from megatron_rl.training.collectives import sum_sequences
 
 LENGTHS = (5, 1, 8, 3, 1, 6)
 TOLERANCE = 1e-12
@@ -87,7 +88,7 @@ def check_variant(objective: Objective | ValueLoss, step: Step, layout: Layout, 
     leaves = {name: tensor.clone().requires_grad_(name in ("log_probs", "entropy", "values")) for name, tensor in step.tokens.items()}
     dp_rank, cp_rank = (0, rank) if layout.cp == 2 else (rank, 0)
     micro_batches = [rank_inputs(step, leaves, rows, layout, cp_rank) for rows in layout.ranks[dp_rank]]
-    sequence_sum: Callable[[Tensor], Tensor] = SequenceSum(distributed.group.WORLD) if layout.cp == 2 else torch.clone
+    sequence_sum: Callable[[Tensor], Tensor] = partial(sum_sequences, group=distributed.group.WORLD) if layout.cp == 2 else torch.clone
     share, _ = rank_share(objective, step, micro_batches, None, sequence_sum, gather, 0)
     if share.requires_grad:
         share.backward()

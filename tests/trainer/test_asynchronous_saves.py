@@ -159,8 +159,6 @@ READS: dict[str, Callable[[Trainer, Path], object]] = {
     "save_hf": lambda trainer, path: trainer.save_hf(path / "other-hf", durable=False),
     "save_is_written": lambda trainer, _: trainer.save_is_written,
     "trained_models": lambda trainer, _: trainer.trained_models(),
-    "critic": lambda trainer, _: trainer.critic,
-    "dp_rank": lambda trainer, _: trainer.dp_rank,
 }
 ELSEWHERE = {
     "of": "makes another one",
