@@ -62,7 +62,6 @@ with quiet_megatron_imports():
     from megatron_rl.runtime.target import Target, find_target
     from megatron_rl.training.critic import critic_optimizer
     from megatron_rl.training.model_check import check_layout, check_model, check_tokens
-    from megatron_rl.training.objective_checks import resolve_objective
     from megatron_rl.training.optimizer import make_configs
     from megatron_rl.training.teacher import check_vocabulary, read_teacher_spec, teacher_config
     from megatron_rl.training.topology import Topology
@@ -145,7 +144,7 @@ def preflight_config(settings: Settings) -> list[str]:
 def _config_checks(settings: Settings, target: Target) -> list[Callable[[], list[str]]]:
     checks: list[Callable[[], list[str]]] = [
         partial(_check_model, settings, target),
-        partial(_check_objective, settings.objective, response_budget=settings.rollout.sampling.max_response_tokens),
+        partial(_check_objective, settings.objective),
         partial(_check_optimizer, settings, target.device),
         partial(_check_placement, settings, target),
         partial(_check_sharing, settings, target),
@@ -221,8 +220,7 @@ def _check_weights(path: Path) -> list[str]:
     return [f"{path / name} is not the file of its {MANIFEST}: it is used as it is" for name in changed_texts(path)]
 
 
-def _check_objective(objective: Objective, *, response_budget: int) -> list[str]:
-    resolve_objective(objective, response_budget=response_budget)
+def _check_objective(objective: Objective) -> list[str]:
     loss, advantage = objective.policy_loss, objective.advantage
     if isinstance(loss, PlugInLoss):
         require(loss.path, "policy_loss", loss.args)

@@ -18,7 +18,7 @@ _OWN = ("old_log_probs", "ref_log_probs", "values", "advantages")
 
 def check_objective(objective: Objective) -> None:
     """Raise UserError when the trainer lacks what `objective` needs."""
-    if objective.aggregation == "sequence_mean_token_sum_norm" and objective.max_response_length is None:
+    if _lacks_length(objective):
         raise UserError(
             "objective.aggregation sequence_mean_token_sum_norm divides by a constant, but objective.max_response_length is not set; "
             "set it to the response budget, in tokens"
@@ -26,11 +26,12 @@ def check_objective(objective: Objective) -> None:
 
 
 def resolve_objective(objective: Objective, *, response_budget: int) -> Objective:
-    """Return the objective with the response budget, tokens, as constant length where none is set. Raises UserError."""
-    if objective.aggregation == "sequence_mean_token_sum_norm" and objective.max_response_length is None:
-        objective = dataclasses.replace(objective, max_response_length=response_budget)
-    check_objective(objective)
-    return objective
+    """Return the objective with the response budget, tokens, as constant length where none is set."""
+    return dataclasses.replace(objective, max_response_length=response_budget) if _lacks_length(objective) else objective
+
+
+def _lacks_length(objective: Objective) -> bool:
+    return objective.aggregation == "sequence_mean_token_sum_norm" and objective.max_response_length is None
 
 
 def teacher_path(objective: Objective, model: ModelSettings) -> Path:

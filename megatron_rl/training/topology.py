@@ -37,17 +37,8 @@ class Topology:
         """Return the topology of `settings`. Raises UserError, with the arithmetic, for sizes that do not fit."""
         for problem in topology_contradictions(settings):
             raise UserError(problem)
-        return cls(
-            num_ranks=settings.num_ranks,
-            tp=settings.tp,
-            pp=settings.pp,
-            vpp=settings.vpp,
-            cp=settings.cp,
-            dp=settings.dp,
-            ep=settings.ep,
-            etp=settings.expert_tp,
-            sequence_parallel=settings.sequence_parallel,
-        )
+        same = ("num_ranks", "tp", "pp", "vpp", "cp", "dp", "ep", "sequence_parallel")
+        return cls(**{name: getattr(settings, name) for name in same}, etp=settings.expert_tp)
 
     def __str__(self) -> str:
         parts = [f"tp {self.tp}", f"pp {self.pp}", f"cp {self.cp}", f"dp {self.dp}"]
