@@ -8,7 +8,7 @@ dataclasses as settings.
 import functools
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 Load = Callable[..., Callable[..., Any]]
@@ -20,14 +20,9 @@ _LARGEST = 2**31 - 1
 _BOUNDS = {"ge": (">=", operator.ge), "gt": (">", operator.gt), "le": ("<=", operator.le), "lt": ("<", operator.lt)}
 
 
-def doc(description: str, default: Any, **bounds: float) -> Any:
-    """Return a dataclass field with help text and numeric bounds (ge, gt, le, lt)."""
+def doc(description: str, default: Any = MISSING, **bounds: float) -> Any:
+    """Return a dataclass field with help text and numeric bounds (ge, gt, le, lt), required without a default."""
     return field(default=default, metadata={"description": description, **bounds})
-
-
-def required(description: str, **bounds: float) -> Any:
-    """Return a dataclass field without a default."""
-    return field(metadata={"description": description, **bounds})
 
 
 def own_arguments(description: str) -> Any:

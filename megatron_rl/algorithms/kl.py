@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_rl.algorithms.aggregation import LOG_RATIO_LIMIT, Metrics, Sequences
-from megatron_rl.algorithms.choices import Choice, doc, required
+from megatron_rl.algorithms.choices import Choice, doc
 from megatron_rl.algorithms.lazy_torch import Tensor, torch
 
 KLEstimator = Literal["k1", "k2", "k3", "low_variance"]
@@ -28,7 +28,7 @@ class KLControl(Choice):
 class KLLoss(Choice):
     """The KL to the reference in the loss."""
 
-    coef: float = required("Coefficient of the KL to the reference in the loss.", gt=0)
+    coef: float = doc("Coefficient of the KL to the reference in the loss.", gt=0)
     estimator: KLEstimator = doc("Estimator of the KL in the loss.", "k3")
     unbiased: bool = doc("Multiply the KL in the loss by the differentiable ratio, which makes its gradient unbiased.", False)
     control: KLControl | None = doc("Adapt the coefficient; fixed when not set.", None)
@@ -38,7 +38,7 @@ class KLLoss(Choice):
 class KLReward(Choice):
     """The KL to the reference in the rewards of tokens."""
 
-    coef: float = required("Coefficient of the KL to the reference in the token rewards.", gt=0)
+    coef: float = doc("Coefficient of the KL to the reference in the token rewards.", gt=0)
     estimator: KLEstimator = doc("Estimator of the KL in the token rewards.", "k1")
     control: KLControl | None = doc("Adapt the coefficient; fixed when not set.", None)
 

@@ -7,7 +7,7 @@ import dataclasses
 import difflib
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
@@ -29,20 +29,16 @@ PolicyLosses = Annotated[ClippedLosses | CovarianceLosses | UnclippedLosses | Pl
 Advantages = Annotated[GroupAdvantages | ReturnAdvantages | PlugInAdvantage, Discriminator("kind")]
 
 
-def _section(description: str, factory: Any) -> Any:
-    return field(default_factory=factory, metadata={"description": description})
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective(Choice):
     """The objective of training: policy loss x aggregation x off-policy correction x KL x entropy x advantage."""
 
-    policy_loss: PolicyLosses = _section("What is minimised per token, or your own as kind plug_in.", Clip)
+    policy_loss: PolicyLosses = doc("What is minimised per token, or your own as kind plug_in.", Clip())
     aggregation: Aggregation = doc("How per-token losses become one number; the denominators are global.", "sequence_mean_token_mean")
     max_response_length: int | None = doc(
         "The constant L of aggregation sequence_mean_token_sum_norm, in tokens; the response budget when not set.", None, ge=1
     )
-    advantage: Advantages = _section("How rewards become advantages, or your own as kind plug_in; gae needs a critic.", GroupAdvantage)
+    advantage: Advantages = doc("How rewards become advantages, or your own as kind plug_in; gae needs a critic.", GroupAdvantage())
     off_policy: OffPolicy | None = doc("Correction of the generator's mismatch; none when not set.", None)
     kl: KLLoss | None = doc("KL to the reference in the loss; none when not set.", None)
     kl_reward: KLReward | None = doc("KL to the reference in the token rewards; none when not set.", None)

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, ClassVar, Literal
 
 from megatron_rl.algorithms.advantage import Advantage, Samples
-from megatron_rl.algorithms.choices import Load, own_arguments, required
+from megatron_rl.algorithms.choices import Load, doc, own_arguments
 from megatron_rl.algorithms.lazy_torch import Tensor, torch
 from megatron_rl.algorithms.policy_loss import PolicyLossTerms, PolicyTerms, RatioLoss
 from megatron_rl.errors import UserError
@@ -22,7 +22,7 @@ class PlugInAdvantage(Advantage):
     compares_groups: ClassVar[bool] = False
 
     kind: Literal["plug_in"] = "plug_in"
-    path: str = required("Your own estimator, package.module:function.")
+    path: str = doc("Your own estimator, package.module:function.")
     args: Mapping[str, Any] = own_arguments("Arguments of your own estimator, by their names.")
 
     def scores(self, samples: Samples) -> Tensor:
@@ -63,7 +63,7 @@ class PlugInLoss(RatioLoss):
     needs_reference: ClassVar[bool] = True
 
     kind: Literal["plug_in"] = "plug_in"
-    path: str = required("Your own policy loss, package.module:function.")
+    path: str = doc("Your own policy loss, package.module:function.")
     args: Mapping[str, Any] = own_arguments("Arguments of your own loss, by their names.")
 
     def losses(self, terms: PolicyTerms, statistics: Any = None) -> PolicyLossTerms:
