@@ -11,9 +11,9 @@ from typing import Literal, get_args
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from torch import Tensor, UntypedStorage
 
+from megatron_rl.checkpoints.optimizer_shards import parts_of
 from megatron_rl.models.build import TrainedModel
 
 Part = Literal["parameters", "gradients", "optimizer"]
@@ -154,10 +154,10 @@ def _pieces_of(storage: UntypedStorage) -> tuple[Tensor, ...]:
 def _tensors(model: TrainedModel, part: Part) -> Iterator[Tensor]:
     """Yield tensors in the storages of `part`, with repetitions."""
     if part == "optimizer":
-        for optimizer in _optimizers(model.optimizer):
-            for group in optimizer.param_groups:
+        for owner in parts_of(model.optimizer):
+            for group in owner.optimizer.param_groups:
                 yield from group["params"]
-            for state in optimizer.state.values():
+            for state in owner.optimizer.state.values():
                 yield from (value for value in state.values() if isinstance(value, Tensor))
         return
     for chunk in model.chunks:
@@ -167,10 +167,3 @@ def _tensors(model: TrainedModel, part: Part) -> Iterator[Tensor]:
                 yield whole
         if part == "parameters":
             yield from chunk.parameters()
-
-
-def _optimizers(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Optimizer]:
-    """Return the torch optimizers inside; a rank may have none for a kind of parameters."""
-    for part in optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]:
-        if part.optimizer is not None:
-            yield part.optimizer

@@ -6,10 +6,11 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 
+from megatron_rl.checkpoints.optimizer_shards import parts_of
 from megatron_rl.config.derived import anneal_steps
 from megatron_rl.config.settings import ScheduleSettings
 from megatron_rl.errors import UserError
@@ -121,7 +122,7 @@ def wrap_ddp(chunks: Sequence[GPTModel], config: TransformerConfig, ddp: Distrib
 def build_optimizer(config: OptimizerConfig, model: Sequence[DistributedDataParallel]) -> MegatronOptimizer:
     """Return megatron-core's optimizer of `model`, with `GroupStepAdam` for torch's Adam where no fused one is installed."""
     optimizer = get_megatron_optimizer(config, list(model), use_gloo_process_groups=False)
-    for part in optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]:
+    for part in parts_of(optimizer):
         if type(part.optimizer) in (torch.optim.Adam, torch.optim.AdamW):
             part.optimizer = GroupStepAdam.in_place_of(part.optimizer, decoupled=config.decoupled_weight_decay)
     return optimizer

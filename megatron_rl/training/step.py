@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor
 
@@ -23,6 +23,7 @@ from megatron_rl.algorithms.loss import LossOutput, compute_loss
 from megatron_rl.algorithms.objective import Objective
 from megatron_rl.algorithms.policy_loss import Clip
 from megatron_rl.algorithms.selection import step_statistics
+from megatron_rl.checkpoints.optimizer_shards import parts_of
 from megatron_rl.device import to_device
 from megatron_rl.models.build import TrainedModel
 from megatron_rl.models.experts.routed_tokens import RouterStep
@@ -334,7 +335,7 @@ def optimizer_step(optimizer: MegatronOptimizer, *, frozen: bool = False) -> tup
         return False, grad_norm
     if frozen:
         return True, grad_norm
-    for part in optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]:
+    for part in parts_of(optimizer):
         parameters = part.get_parameters()
         if parameters and part.config.clip_grad > 0:
             clip_grad_by_total_norm_fp32(
