@@ -67,14 +67,6 @@ def reports_of_ranks(report: Report) -> list[Report]:
     return gathered
 
 
-def equal_on_ranks(number: int) -> bool:
-    """Return True when all ranks give the same `number` of fewer than 63 bits. Collective over all ranks."""
-    extremes = torch.tensor([number, -number], device=collective_device())
-    distributed.all_reduce(extremes, op=distributed.ReduceOp.MAX)
-    highest, lowest = extremes.tolist()
-    return bool(highest == -lowest)
-
-
 def true_on_ranks(condition: bool) -> bool:
     """Return True when `condition` holds on every rank. Collective over all ranks."""
     smallest = torch.tensor([int(condition)], device=collective_device())
