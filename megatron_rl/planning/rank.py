@@ -219,7 +219,7 @@ def _ask_chunk(chunk: PolicyModel, policy: Policy, micro_batch: MicroBatch, trac
             chunk.set_input_tensor(_received(chunk, micro_batch))
         outputs.append(forward_selected(chunk, micro_batch.input_ids, micro_batch.position_ids, micro_batch.packed, micro_batch.positions))
         if chunk.post_process:
-            policy.statistics(outputs[-1], micro_batch, with_entropy=False)
+            policy.statistics(micro_batch, outputs[-1], with_entropy=False)
     chunk.set_input_tensor(None)
     return tracker.peak - before
 
@@ -291,7 +291,7 @@ def _run_head(output: Tensor, policy: Policy, micro_batch: MicroBatch, tracker: 
     before = tracker.live
     tracker.reset_peak()
     leaf = output.detach().requires_grad_()
-    statistics = policy.statistics(leaf, micro_batch, with_entropy=True)
+    statistics = policy.statistics(micro_batch, leaf, with_entropy=True)
     assert statistics.entropy is not None, "it was asked for"
     (statistics.log_prob.sum() + statistics.entropy.sum()).backward()
     assert leaf.grad is not None, "the statistics depend on the output"

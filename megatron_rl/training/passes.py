@@ -48,7 +48,7 @@ class Policy:
     temperature: float
     replays_routing: bool = False
 
-    def statistics(self, hidden: Tensor, micro_batch: MicroBatch, *, with_entropy: bool) -> TokenStatistics:
+    def statistics(self, micro_batch: MicroBatch, hidden: Tensor, *, with_entropy: bool) -> TokenStatistics:
         """Return statistics [N] at the micro-batch's targets from the last stage's `hidden` [N, H]. Collective over tp."""
         last = self.chunks[-1]
         model = last if isinstance(last, PolicyModel) else last.module
@@ -129,10 +129,7 @@ def _by_token(parts: Sequence[tuple[Ints, Tensor]], place: Place, *, num_tokens:
 @torch.no_grad()
 def statistics(policy: Policy, micro_batches: Sequence[MicroBatch], *, with_entropy: bool = True) -> list[TokenStatistics]:
     """Return statistics [N] of each micro-batch on the last stage, without gradients; an empty list on the others."""
-
-    def finish(micro_batch: MicroBatch, hidden: Tensor) -> TokenStatistics:
-        return policy.statistics(hidden, micro_batch, with_entropy=with_entropy)
-
+    finish = partial(policy.statistics, with_entropy=with_entropy)
     return _look(policy.chunks, micro_batches, finish, replay=policy.replays_routing)
 
 

@@ -169,7 +169,7 @@ class PolicySteps:
 
         def loss(number: int, hidden: Tensor) -> tuple[Tensor, LossOutput]:
             micro_batch = micro_batches[number]
-            current = policy.statistics(hidden, micro_batch, with_entropy=True)
+            current = policy.statistics(micro_batch, hidden, with_entropy=True)
             inputs = loss_inputs(micro_batch, current, data, seen=seen[number])
             output = compute_loss(
                 objective,
