@@ -73,8 +73,8 @@ class ControlState:
         return 0.0 if objective.kl_reward is None else self.kl_coef
 
     def of_step(self, objective: Objective, entropy: float | None = None) -> tuple[Objective, Coefficients]:
-        """Return the coming step's objective, with the controllers' values, and its coefficients;
-        `entropy` is that before it.
+        """Return the coming step's objective with the controllers' values, and coefficients;
+        `entropy`, nats, is that before it.
         """
         kl_loss = 0.0 if objective.kl is None else self.kl_coef
         if objective.entropy is None or objective.entropy.control is None:

@@ -103,8 +103,8 @@ class EntropyState:
         return cls(control.kind, control.initial if isinstance(control, ClipHighControl) else entropy.coef)
 
     def applied(self, control: CoefficientControl | ClipHighControl, entropy: float | None = None) -> float:
-        """Return the coming step's coefficient (0 behind a closed gate) or clip growth. Raises
-        ValueError without `entropy`.
+        """Return the coming coefficient (0 behind a closed gate) or clip growth. Raises ValueError
+        where paper gets no entropy.
         """
         last, target = self.last_entropy, control.target
         if control.kind == "paper" and entropy is None:

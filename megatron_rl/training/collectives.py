@@ -40,7 +40,7 @@ def sum_over_context_parallel(values: Tensor, place: Place) -> Tensor:
 
 
 def from_last_stage(values: Tensor, place: Place) -> Tensor:
-    """Replace `values`, of any shape, by those of the last stage. Collective over the pipeline's ranks."""
+    """Replace `values`, of any shape, by those of the last stage, and return them. Collective over the pipeline's ranks."""
     if place.pp_group.size() > 1:
         distributed.broadcast(values, group_src=place.pp_group.size() - 1, group=place.pp_group)
     return values

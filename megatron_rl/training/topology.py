@@ -79,8 +79,8 @@ class Topology:
     ) -> None:
         """Raise UserError for a model that cannot be divided: heads, KV groups, FFN by tp, layers by stages.
 
-        `megatron` are the user's fields of megatron-core's configuration, possibly with numbers of
-        layers for the end stages. KV groups fewer than tp are shared by as many ranks each.
+        The user's fields `megatron` can have numbers of layers for the end stages. KV groups fewer
+        than tp are shared by as many ranks each.
         """
         self._check_stages(num_layers, megatron or {})
         for name, size in (("attention heads", num_heads), ("FFN columns", ffn_size)):
@@ -159,8 +159,8 @@ def initialize(topology: Topology, *, rank: int, init_method: str | None, device
     """Join the process group at `init_method` as `rank`, once per process, and build Megatron's groups.
 
     Collectives time out after `timeout_s`. At tcp://ADDRESS:PORT rank 0 serves the others on this
-    address alone; None: a process alone; all else goes to torch. `seed` is the base of random
-    generators. Collective over all ranks.
+    address alone; None is a process alone; all else goes to torch. `seed` is of random generators.
+    Collective over all ranks.
     """
     place, size = urlsplit(init_method or ""), topology.num_ranks
     store: distributed.Store | None = distributed.HashStore() if init_method is None else None
