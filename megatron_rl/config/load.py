@@ -134,6 +134,8 @@ def _validated(values: Mapping[str, Any], *, origin: str) -> Settings:
         # Through JSON, because pydantic's strict mode takes JSON strings as paths and lists as tuples, but no Python ones.
         return _ADAPTER.validate_json(text, strict=True)
     except ValidationError as error:
+        if error.errors(include_url=False)[0]["type"] == "json_invalid":
+            raise UserError(f"{origin}: the settings are nested too deeply; no setting has so many levels") from None
         raise settings_error(error, values=values, origin=origin) from None
 
 

@@ -92,6 +92,10 @@ def _parquet_records(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     number = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
+            # Of two columns of a name a row would keep the last.
+            names = file.schema_arrow.names
+            if len(set(names)) < len(names):
+                raise ValueError(f"of its columns {', '.join(map(repr, names))} two have one name")
             for batch in file.iter_batches():
                 for record in batch.to_pylist():
                     number += 1

@@ -171,8 +171,9 @@ def check_run_directory(directory: Path, *, resume: bool) -> list[str]:
     resume.
     """
     for folder in (directory, *directory.absolute().parents):
-        if folder.exists() and not folder.is_dir():
-            raise UserError(f"run.directory is {directory}, but {folder} is a file; choose another directory")
+        if (folder.exists() or folder.is_symlink()) and not folder.is_dir():
+            kind = "a file" if folder.exists() else "a link to nothing"
+            raise UserError(f"run.directory is {directory}, but {folder} is {kind}; choose another directory")
         if folder.is_dir():
             if not os.access(folder, os.W_OK | os.X_OK):
                 raise UserError(

@@ -177,6 +177,9 @@ def test_files_that_cannot_be_read(tmp_path: Path, tokenizer: Any) -> None:
     pyarrow.parquet.write_table(beyond, tmp_path / "beyond.parquet")
     with pytest.raises(UserError, match=r"beyond\.parquet is not a parquet file that can be read, behind row 0"):
         open_source(tmp_path / "beyond.parquet", tokenizer)
+    pyarrow.parquet.write_table(pyarrow.table([["1"], ["2"]], names=["prompt", "prompt"]), tmp_path / "twice.parquet")
+    with pytest.raises(UserError, match=r"twice\.parquet .*of its columns 'prompt', 'prompt' two have one name"):
+        open_source(tmp_path / "twice.parquet", tokenizer)
     (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "1"}\n{"prompt": "\xe9"}\n')
     with pytest.raises(UserError, match=r"latin\.jsonl:2: not UTF-8"):
         open_source(tmp_path / "latin.jsonl", tokenizer)

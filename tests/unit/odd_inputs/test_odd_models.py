@@ -120,6 +120,10 @@ MODELS: dict[str, tuple[Callable[[Path], None], list[str]]] = {
     "tokenizer empty": (write("tokenizer.json", ""), ["cannot load a tokenizer"]),
     "tokenizer a list": (write("tokenizer.json", "[]"), ["cannot load a tokenizer"]),
     "tokenizer without a model": (write("tokenizer.json", "{}"), ["cannot load a tokenizer"]),
+    "tokenizer of a later library": (
+        lambda model: edit(model / "tokenizer.json", model={"type": "Tomorrow"}),
+        ["cannot load a tokenizer", "untagged enum"],
+    ),
     "tokenizer_config not JSON": (write("tokenizer_config.json", "{"), ["cannot load a tokenizer"]),
     "tokenizer_config a list": (write("tokenizer_config.json", "[]"), ["cannot load a tokenizer"]),
     "manifest not JSON": (write("manifest.json", "{"), ["manifest.json"]),

@@ -55,6 +55,7 @@ OVERRIDES: list[tuple[list[str], list[str]]] = [
     (["run.seed=1", "two.yaml", "three.yaml"], ["'three.yaml' after the settings file two.yaml", "at most one"]),
     (["--run.seed"], ["--run.seed has no value", "run.seed=VALUE"]),
     (["--run.seed=[1"], ["override 'run.seed=[1'", "not valid YAML"]),
+    ([".".join(["run"] * 300) + "=1"], ["the settings are nested too deeply", "so many levels"]),
     (["--nothing=3"], ["unknown setting nothing"]),
     (["--check=1"], ["'--check' does not take a value"]),
     (["/proc/self/mem"], ["/proc/self/mem cannot be read"]),

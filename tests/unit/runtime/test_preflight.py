@@ -368,6 +368,12 @@ def test_run_directory(tmp_path: Path) -> None:
         check_run_directory(directory, resume=False)
     with pytest.raises(UserError, match=r"settings\.yaml is a file"):
         check_run_directory(directory / "settings.yaml" / "below", resume=False)
+    for target in ("nothing", "link"):
+        link = directory / "link"
+        link.unlink(missing_ok=True)
+        link.symlink_to(target)
+        with pytest.raises(UserError, match="link is a link to nothing; choose another directory"):
+            check_run_directory(link, resume=False)
 
 
 def test_nothing_left_to_resume(check: Callable[..., list[str]], words: list[str]) -> None:
