@@ -74,7 +74,9 @@ def read(directory: Path) -> dict[str, Any]:
                 raise ValueError(f"it names {name}, a file elsewhere")
             if not isinstance(entry["bytes"], int) or not isinstance(entry["blake3"], str):
                 raise ValueError(f"it has no size and hash of {name}")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(content, dict) and not isinstance(content.get("model", {}), dict):
+            raise ValueError("its model is no JSON object")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         words = f"{directory} is not a complete checkpoint: its {MANIFEST} cannot be read ({error})"
         raise DamagedCheckpointError(f"{words}; {_advice('weights')}") from error
     return content if isinstance(content, dict) else {}

@@ -5,6 +5,7 @@ The target is complete or absent.
 
 import fcntl
 import math
+import os
 import re
 import sys
 import time
@@ -88,7 +89,8 @@ def _check_source(source: StoredWeights, target: Path, read: Iterable[Path], say
     through `say`.
     """
     for place in read:
-        if place.resolve() in target.resolve().parents:
+        # Path.resolve fails for a link to itself.
+        if Path(os.path.realpath(place)) in Path(os.path.realpath(target)).parents:
             raise UserError(f"{target} is inside of {place}, which is converted and stays as it is; give a target elsewhere")
     check_names(source, source.spec)
     for directory in source.places:
@@ -104,7 +106,7 @@ def _target_directory(path: Path, num_bytes: int) -> Iterator[Path]:
     Raises UserError when `path` exists, another process writes `path`, or the disk has too little
     room.
     """
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+    if (path.exists() or path.is_symlink()) and (not path.is_dir() or any(path.iterdir())):
         raise UserError(f"{path} exists already; remove it or give another target")
     partial = partial_path(path)
     with disk_errors(path):

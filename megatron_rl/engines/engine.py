@@ -249,6 +249,9 @@ def _bind_error(host: str, port: int) -> OSError | None:
             probe.bind((host, port))
         except OSError as error:
             return error
+        except TypeError as error:
+            # A name that has no form in ASCII.
+            return OSError(errno.EINVAL, str(error))
     return None
 
 

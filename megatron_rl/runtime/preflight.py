@@ -267,7 +267,7 @@ def _check_file(path: Path) -> list[str]:
 
 
 def _check_held_out(data: DataSettings) -> list[str]:
-    if data.eval is not None and data.train is not None and data.eval.resolve() == data.train.resolve():
+    if data.eval is not None and data.train is not None and os.path.realpath(data.eval) == os.path.realpath(data.train):
         return [f"data.eval is data.train ({data.train}): the run is evaluated on rows that it trains on"]
     return []
 

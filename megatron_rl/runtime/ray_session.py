@@ -99,9 +99,10 @@ def check_answers(address: str) -> None:
     host, _, port = address.removeprefix("ray://").rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=RAY_ANSWER_S).close()
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror or error if isinstance(error, OSError) else error
         raise UserError(
-            f"runtime.ray_address is {address}, but nothing answers there ({error.strerror or error}); start Ray on that node "
+            f"runtime.ray_address is {address}, but nothing answers there ({reason}); start Ray on that node "
             f"(`ray start --head`), or give the address that it printed"
         ) from error
 

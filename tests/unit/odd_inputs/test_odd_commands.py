@@ -43,6 +43,7 @@ COMMANDS: list[tuple[str, list[str]]] = [
     ("convert {tmp}/empty {tmp}/o", ["/empty is neither a Hugging Face directory"]),
     ("convert {model} {model}", ["/model exists already", "another target"]),
     ("convert {model} {tmp}/full", ["/full exists already", "another target"]),
+    ("convert {model} {tmp}/loop", ["/loop exists already", "another target"]),
     ("convert {model} {tmp}/file/x", ["cannot write", "a part of this path is a file"]),
     ("convert {model} {tmp}/o --max-shard-size x", ["--max-shard-size is 'x'", "500MB or 4GB"]),
     ("convert {model} {tmp}/o --max-shard-size 0", ["--max-shard-size is '0'", "500MB or 4GB"]),
@@ -93,6 +94,7 @@ COMMANDS: list[tuple[str, list[str]]] = [
     ("serve {model} --port 0", ["0 is not in the range"]),
     ("serve {model} --host=", ["--host is empty"]),
     ("serve {model} --host ::1::", ["::1:: is no address of this machine"]),
+    ("serve {model} --host \u00ad", ["\u00ad is no address of this machine (encoding of hostname failed)"]),
     ("serve {model} --host 203.0.113.9", ["203.0.113.9 is no address of this machine"]),
 ]
 
@@ -111,6 +113,7 @@ def test_commands(
     (tmp_path / "words" / "metrics.jsonl").write_text('{"step": 1, "train/loss": "x"}\n')
     (tmp_path / "cut" / "metrics.jsonl").write_text('{"step": \n')
     (tmp_path / "tracked" / "latest_checkpointed_iteration.txt").write_bytes(b"9" * 5000)
+    (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "deep").write_text("[" * 10**5)
     (tmp_path / "many.json").write_text(json.dumps(json.loads((model / "config.json").read_text()) | {"num_hidden_layers": 10**9}))
     (tmp_path / "infinite" / "metrics.jsonl").write_text('{"step": 1e999}\n')

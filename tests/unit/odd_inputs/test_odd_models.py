@@ -127,6 +127,8 @@ MODELS: dict[str, tuple[Callable[[Path], None], list[str]]] = {
     "tokenizer_config not JSON": (write("tokenizer_config.json", "{"), ["cannot load a tokenizer"]),
     "tokenizer_config a list": (write("tokenizer_config.json", "[]"), ["cannot load a tokenizer"]),
     "manifest not JSON": (write("manifest.json", "{"), ["manifest.json"]),
+    "manifest nested": (write("manifest.json", '{"a":' * 10**5), ["manifest.json cannot be read (maximum recursion"]),
+    "manifest of a list": (write("manifest.json", '{"model": [1]}'), ["manifest.json cannot be read", "its model is no JSON object"]),
 }
 
 

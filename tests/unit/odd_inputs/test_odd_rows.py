@@ -56,3 +56,8 @@ def test_rows(line: bytes | str, parts: list[str], words: list[str], tmp_path: P
     odd = line if isinstance(line, bytes) else line.encode()
     (tmp_path / "rows.jsonl").write_bytes(GOOD_ROW.encode() + b"\n" + odd + b"\n")
     assert len(refuse(words, *parts)) < 1000
+
+
+def test_a_held_out_file_that_is_a_link_to_itself(words: list[str], tmp_path: Path, refuse: Refuse) -> None:
+    (tmp_path / "loop.jsonl").symlink_to("loop.jsonl")
+    refuse([*words, f"data.eval={tmp_path / 'loop.jsonl'}"], "loop.jsonl does not exist")

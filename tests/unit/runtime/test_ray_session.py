@@ -175,6 +175,11 @@ def test_an_address_where_nothing_listens_is_one_sentence(address: str) -> None:
         ray_session.check_answers(given)
 
 
+def test_an_address_that_is_no_name_is_one_sentence() -> None:
+    with pytest.raises(UserError, match=r"runtime\.ray_address is 10\.0\.\.1:6379, but nothing answers there .*idna"):
+        ray_session.check_answers("10.0..1:6379")
+
+
 def test_a_join_that_is_not_answered_can_be_left_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray asks for 60 s whatever listens there, and no signal reaches the thread that waits."""
     asked, end = threading.Event(), threading.Event()
