@@ -158,5 +158,5 @@ def read_metadata(directory: Path) -> metadata.Metadata:
     try:
         with reading_records_only(directory):
             return FileSystemReader(directory).read_metadata()
-    except (EOFError, ImportError) as error:
+    except (EOFError, ImportError, AttributeError) as error:
         raise UserError(f"{directory / '.metadata'} holds less than the records of a checkpoint ({error}); take another one") from error

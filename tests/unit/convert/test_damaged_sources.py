@@ -1,6 +1,7 @@
 """What a conversion says of a source that is not as it was written: damage is refused, other changes and wrong numbers are named."""
 
 import json
+import pickle
 import shutil
 from contextlib import nullcontext
 
@@ -109,6 +110,14 @@ def test_the_index_is_not_unpickled_before_its_hash_is_checked(tiny_model, tmp_p
     convert(tiny_model(), tmp_path / "ours", Options())
     flip(tmp_path / "ours/.metadata")
     with pytest.raises(UserError, match=r"the content of \.metadata is not that of its manifest"):
+        convert(tmp_path / "ours", tmp_path / "back", Options())
+
+
+def test_an_index_of_another_kind_is_refused(tiny_model, tmp_path):
+    convert(tiny_model(), tmp_path / "ours", Options())
+    (tmp_path / "ours/manifest.json").unlink()
+    (tmp_path / "ours/.metadata").write_bytes(pickle.dumps([1, 2]))
+    with pytest.raises(UserError, match=r"\.metadata holds less than the records of a checkpoint .*; take another one"):
         convert(tmp_path / "ours", tmp_path / "back", Options())
 
 
