@@ -1,8 +1,7 @@
 """Files and directories that appear whole or not at all: written aside, synced to disk, renamed.
 
-Several processes write one directory in three calls. One process calls `start_partial`. Each
-process writes into `partial_path(path)`. When all are done the first process calls
-`commit_partial`. A kill at any moment leaves the old content, and a half-written sibling for
+Several processes write one directory so: one calls `start_partial`, each writes into `partial_path`, then the
+first calls `commit_partial`. A kill at any moment leaves the old content, and a half-written sibling for
 removal by the next attempt.
 """
 
@@ -10,7 +9,7 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from io import TextIOWrapper
 from pathlib import Path
@@ -21,7 +20,7 @@ from safetensors import SafetensorError
 
 from megatron_rl.errors import UserError
 
-Record = TypeVar("Record")
+T = TypeVar("T")
 MEBIBYTE = 2**20
 MANIFEST = "manifest.json"
 """In a directory of weights: what is to be known of its files and tensors."""
@@ -44,11 +43,7 @@ _FIXES = {
 
 
 def write_atomic(path: Path, content: bytes | str) -> None:
-    """Write `content` (text as UTF-8) to the file `path` as a whole; make missing parents.
-
-    Raises UserError when the disk is full, the place is not writable, or a part of the path is a
-    file.
-    """
+    """Write `content` (text as UTF-8) to the file `path` as a whole; make missing parents. Raises UserError."""
     data = content.encode() if isinstance(content, str) else content
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     with disk_errors(path):
@@ -62,17 +57,14 @@ def write_atomic(path: Path, content: bytes | str) -> None:
         except BaseException:
             partial.unlink(missing_ok=True)
             raise
-        sync_directory(path.parent)
+        sync(path.parent)
 
 
 @contextmanager
 def atomic_directory(path: Path, *, durable: bool = True) -> Iterator[Path]:
-    """Give an empty directory to fill, and move the directory to `path` at the end.
+    """Give an empty directory to fill, and replace `path` by it at the end; see `commit_partial`.
 
-    The old content of `path` is replaced. A directory that is not `durable` is whole for other
-    processes, but need not survive a power failure. When the body raises, nothing is left and
-    `path` is as before. Raises UserError when the disk is full or the place not writable, also for
-    a full disk reported by a library's own exception.
+    When the body raises, nothing is left and `path` is as before. Raises UserError as `disk_errors`.
     """
     partial = start_partial(path)
     try:
@@ -90,10 +82,7 @@ def partial_path(path: Path) -> Path:
 
 
 def start_partial(path: Path) -> Path:
-    """Make an empty `partial_path(path)` and return it. Raises UserError.
-
-    Leftovers of a killed attempt are removed.
-    """
+    """Make an empty `partial_path(path)`, without leftovers of a killed attempt, and return it. Raises UserError."""
     partial = partial_path(path)
     with disk_errors(path):
         if path.exists() and not path.is_dir():
@@ -105,29 +94,28 @@ def start_partial(path: Path) -> Path:
 
 
 def commit_partial(path: Path, *, durable: bool = True) -> None:
-    """Sync every file of `partial_path(path)` to disk and rename the directory to `path`.
+    """Sync `partial_path(path)` to disk and rename it to `path`, in place of the old content. Raises UserError.
 
-    A directory that need not be `durable` is not synced. Raises UserError. The old content of
-    `path` is replaced. A non-empty directory cannot be replaced in one call, so the old one steps
-    aside first: a kill between the two renames leaves the old content in `.NAME.previous` and the
-    new one, complete, in `.NAME.partial`.
+    A directory that is not `durable` is not synced: it need not survive a power failure. A kill between the two
+    renames leaves the old content in `.NAME.previous` and the new one, complete, in `.NAME.partial`: no call
+    replaces a directory that is not empty.
     """
     partial, previous = partial_path(path), path.with_name(f".{path.name}.previous")
     with disk_errors(path):
-        if durable:
-            _sync_tree(partial)
+        for written in (*partial.rglob("*"), partial) if durable else ():
+            sync(written)
         if previous.exists():
             shutil.rmtree(previous)
         if path.exists():
             os.rename(path, previous)
         os.rename(partial, path)
         if durable:
-            sync_directory(path.parent)
+            sync(path.parent)
         if previous.exists():
             shutil.rmtree(previous)
 
 
-def read_record(path: Path, kind: type[Record]) -> Record:
+def read_record(path: Path, kind: type[T]) -> T:
     """Return the record of the class `kind` that the file `path` holds as JSON.
 
     Raises ValueError in one line for any other content, OSError for an unreadable file.
@@ -142,10 +130,9 @@ def read_record(path: Path, kind: type[Record]) -> Record:
 def claim(file: Path, *, what: str) -> TextIOWrapper:
     """Claim `what` by the lock `file`, until the result is closed or this process ends in any way.
 
-    A POSIX record lock, because forked children do not inherit POSIX record locks: a worker alive
-    after a killed run cannot hold the lock. Raises UserError where another process has the lock,
-    OSError where the file system has no locks.
+    Raises UserError where another process has the lock, OSError where the file system has no locks.
     """
+    # Forked children do not inherit POSIX record locks: a worker alive after a killed run cannot hold this one.
     with disk_errors(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         lock = file.open("a+")
@@ -166,10 +153,7 @@ def claim(file: Path, *, what: str) -> TextIOWrapper:
 
 
 def remove_directory(path: Path) -> None:
-    """Remove a directory, or a link to one without its content. Raises OSError.
-
-    No kill leaves a part of the content under the directory's name.
-    """
+    """Remove a directory, under its name all or nothing, or a link to one without its content. Raises OSError."""
     if path.is_symlink():
         path.unlink()
         return
@@ -180,22 +164,21 @@ def remove_directory(path: Path) -> None:
     shutil.rmtree(going)
 
 
-def sync_file(path: Path) -> None:
-    """Sync the content of an already written file to the disk. Raises OSError."""
-    _sync(path, os.O_RDONLY)
-
-
-def sync_directory(path: Path) -> None:
-    """Make the entries of a directory (new names, renames) survive a power failure. Raises OSError."""
-    _sync(path, os.O_RDONLY | os.O_DIRECTORY)
+def sync(path: Path) -> None:
+    """Sync the content of a file, or the entries of a directory (new names, renames), to the disk. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Turn the operating system's refusals to write below `path` into a UserError of one sentence; other errors pass through.
+    """Turn refusals to write below `path` into a UserError of one sentence; other errors pass through.
 
-    torch and safetensors report a failed write by exceptions of their own, without the reason: one of torch's file writer, or any
-    while less than a mebibyte is free, is reported as a full disk, with the library's words.
+    torch and safetensors report a failed write by exceptions of their own, without the reason: one of torch's
+    file writer, or any while less than a mebibyte is free, is reported as a full disk, with the library's words.
     """
     try:
         yield
@@ -225,24 +208,24 @@ def check_room(path: Path, num_bytes: int) -> None:
         raise UserError(f"{words}; free space on this disk or give another target")
 
 
+def runs_of_bytes(items: Iterable[T], num_bytes: Callable[[T], int], *, max_bytes: int) -> Iterator[list[T]]:
+    """Divide `items` in order into runs of at most `max_bytes` bytes; a larger item is alone."""
+    run: list[T] = []
+    held = 0
+    for item in items:
+        size = num_bytes(item)
+        if run and held + size > max_bytes:
+            yield run
+            run, held = [], 0
+        run.append(item)
+        held += size
+    if run:
+        yield run
+
+
 def _free_bytes(path: Path) -> int:
     """Bytes free for this user where `path` is or would be."""
     place = path.absolute()
     while not place.exists():
         place = place.parent
     return shutil.disk_usage(place).free
-
-
-def _sync_tree(root: Path) -> None:
-    for directory, _, names in os.walk(root):
-        for name in names:
-            sync_file(Path(directory) / name)
-        sync_directory(Path(directory))
-
-
-def _sync(path: Path, flags: int) -> None:
-    descriptor = os.open(path, flags)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

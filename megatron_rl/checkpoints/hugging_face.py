@@ -20,7 +20,7 @@ from megatron_rl.checkpoints import manifest
 from megatron_rl.checkpoints.model_files import config_dtype, copy_model_files, state_what_is_written, write_model_manifest
 from megatron_rl.checkpoints.quantised import CODE_DTYPES, STORED_DTYPES, Quantised, dequantise, find_quantised, whole_shape
 from megatron_rl.errors import UserError
-from megatron_rl.files import atomic_directory
+from megatron_rl.files import atomic_directory, runs_of_bytes
 from megatron_rl.models.config_json import read_config
 from megatron_rl.models.expert_stacks import part_name
 from megatron_rl.models.model_spec import ModelSpec
@@ -44,17 +44,13 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 """safetensors' names of dtypes, as its headers have them."""
-# transformers can write all experts of a layer as one tensor [experts, ...]: the suffix of this
-# tensor, and the tensors of one expert inside, row by row.
 _FUSED_EXPERTS = {".mlp.experts.gate_up_proj": ("gate_proj", "up_proj"), ".mlp.experts.down_proj": ("down_proj",)}
+"""Tensors of one expert, row by row, in a tensor [experts, ...] of this suffix, as transformers can write a layer's."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One tensor in the files: all of `stored`, or a part of the rows of one `expert`.
-
-    The part is number `part` of `num_parts`.
-    """
+    """One tensor in the files: all of `stored`, or part number `part` of `num_parts` of the rows of one `expert`."""
 
     stored: str
     expert: int | None = None
@@ -63,22 +59,22 @@ class _Part:
 
 
 class HuggingFaceWeights:
-    """The safetensors of a directory, read tensor by tensor: one file, or shards with an index.
+    """The safetensors of a directory, read tensor by tensor: one file, or shards with an index. Call `close` when done.
 
-    Call `close` when done. Experts have their own names, also where a file holds all experts of a
-    layer in one tensor. Quantised weights are read as the numbers meant by the codes.
+    Experts have their own names, also where a file holds all experts of a layer in one tensor. Quantised weights
+    are read as the numbers meant by the codes.
     """
 
     def __init__(
         self, path: Path, *, dequantised_dtype: torch.dtype | None = torch.float32, only: Callable[[str], bool] = lambda name: True
     ) -> None:
-        """Find the tensors whose names pass `only`.
+        """Find the tensors whose names pass `only`; quantised ones come in `dequantised_dtype`, None for config.json's.
 
-        Quantised tensors come in `dequantised_dtype`; None means the dtype of config.json. Raises
-        UserError when no tensor is found, and for codes without scales or scales without codes.
+        Raises UserError when no tensor is found, and for codes without scales or scales without codes.
         """
         self.path = self.directory = path
         self.places: tuple[Path, ...] = (path,)
+        """The directories whose tensors are read."""
         self.config = read_config(path) if (path / "config.json").exists() else {}
         self._dequantised_dtype = dequantised_dtype or config_dtype(self.config)
         self._stack, self._open = ExitStack(), dict[Path, Any]()
@@ -135,20 +131,13 @@ class HuggingFaceWeights:
         return self._files[self._quantised[stored].codes if stored in self._quantised else stored]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape [...] of the tensor; for a quantised tensor, the shape of the weight.
-
-        Raises UserError for a damaged file.
-        """
+        """Return the shape [...] of the tensor, of codes that of the weight. Raises UserError for a damaged file."""
         part = self._parts[name]
         shape = self._whole_shape(part.stored)
         return shape if part.expert is None else (shape[1] // part.num_parts, *shape[2:])
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of the tensor returned by `read`.
-
-        Raises UserError for codes without their scale, and for codes or a scale in a dtype of
-        another form.
-        """
+        """Return the dtype of what `read` returns. Raises UserError for codes without scale, or of another form."""
         stored = self._parts[name].stored
         quantised = self._quantised.get(stored)
         if quantised is None:
@@ -165,10 +154,7 @@ class HuggingFaceWeights:
         return self._dequantised_dtype
 
     def read(self, name: str) -> Tensor:
-        """Return one tensor, of any shape, on the CPU.
-
-        Raises UserError as `dtype` does, and for a damaged file.
-        """
+        """Return one tensor, of any shape, on the CPU. Raises UserError as `dtype` does, and for a damaged file."""
         self.dtype(name)
         part = self._parts[name]
         num_rows = 0 if part.expert is None else self.shape(name)[0]
@@ -229,10 +215,7 @@ class HuggingFaceWeights:
 
 
 def _words(error: Exception, file: Path) -> str:
-    """Describe the fault of a file.
-
-    For a truncated file the library reports metadata "not covered".
-    """
+    """Describe the fault of a file; of a truncated one the library says that metadata is "not covered"."""
     if "IncompleteBuffer" not in str(error) and "not fully covered" not in str(error):
         return str(error)
     with file.open("rb") as stream:
@@ -267,22 +250,22 @@ def _tensor_files(path: Path) -> dict[str, Path]:
 def write_safetensors(
     directory: Path, tensors: Iterable[tuple[str, Tensor]], *, max_shard_bytes: int, hashed: bool = True
 ) -> tuple[dict[str, manifest.Entry], Counter[torch.dtype]]:
-    """Write `tensors` as safetensors files of at most `max_shard_bytes`.
+    """Write `tensors` as safetensors files of at most `max_shard_bytes`, one at a time in memory.
 
-    Tensors are taken one at a time, and only one file is held in memory. Returns the manifest's
-    entries of the files if `hashed`, and the bytes of each dtype.
+    Returns the manifest's entries of the files if `hashed`, and the bytes of each dtype.
     """
     names: list[list[str]] = []
     dtype_bytes = Counter[torch.dtype]()
 
     def shards() -> Iterator[Path]:
-        for shard in _shards(tensors, max_shard_bytes):
+        on_cpu = ((name, tensor.detach().cpu().contiguous()) for name, tensor in tensors)
+        for shard in runs_of_bytes(on_cpu, lambda item: item[1].nbytes, max_bytes=max_shard_bytes):
             file = directory / f"shard-{len(names)}.safetensors"
-            save_file(shard, file, metadata={"format": "pt"})
+            save_file(dict(shard), file, metadata={"format": "pt"})
             # The library's files are readable by their owner only.
             file.chmod(directory.stat().st_mode & 0o666)
-            names.append(list(shard))
-            for tensor in shard.values():
+            names.append([name for name, _ in shard])
+            for _, tensor in shard:
                 dtype_bytes[tensor.dtype] += tensor.nbytes
             # Before the next one is gathered.
             shard.clear()
@@ -300,20 +283,6 @@ def write_safetensors(
     return {final: entry for final, entry in zip(files, entries.values(), strict=True) if entry}, dtype_bytes
 
 
-def _shards(tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[dict[str, Tensor]]:
-    """Divide `tensors` in order into runs of at most `max_bytes` bytes, on the CPU; a larger one is alone."""
-    held: dict[str, Tensor] = {}
-    num_bytes = 0
-    for name, tensor in tensors:
-        if held and num_bytes + tensor.nbytes > max_bytes:
-            yield held
-            held, num_bytes = {}, 0
-        held[name] = tensor.detach().cpu().contiguous()
-        num_bytes += tensor.nbytes
-    assert held, "a model has tensors"
-    yield held
-
-
 def save_hf(
     path: Path,
     tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
@@ -323,13 +292,11 @@ def save_hf(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     durable: bool = True,
 ) -> None:
-    """Write the model directory `path` from named whole tensors.
+    """Write the model directory `path` from named whole tensors, with configuration and tokenizer of `source`.
 
-    Configuration and tokenizer come from the directory `source`. `stale` are layers of multi-token
-    prediction from before the training; without `stale`, config.json promises no such layers. The
-    directory appears when complete. With `durable` the directory is flushed to the disk and has a
-    manifest. Raises UserError when the disk is full or `path` is not writable, or when `source` has
-    no config.json.
+    `stale` are layers of multi-token prediction from before the training; without them config.json promises
+    none. The directory appears when complete. With `durable` it is flushed to the disk and has a manifest.
+    Raises UserError when the disk is full or `path` is not writable, or when `source` has no config.json.
     """
     if not (source / "config.json").is_file():
         raise UserError(f"model directory {source} has no config.json, which a saved model needs; give a Hugging Face model directory")

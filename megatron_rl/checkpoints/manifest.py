@@ -1,7 +1,6 @@
 """The manifest of a checkpoint: size and BLAKE3 of each file, checked before any read.
 
-BLAKE3 is as strong as SHA-256 and four to five times as fast on one core. `b3sum` prints the same
-digits. Ranks divide the files of a check among themselves.
+BLAKE3 is as strong as SHA-256 and four to five times as fast on one core. `b3sum` prints the same digits.
 """
 
 import json
@@ -13,7 +12,7 @@ from typing import Any, Final, Literal
 from blake3 import blake3
 
 from megatron_rl.errors import DamagedCheckpointError, UserError
-from megatron_rl.files import MANIFEST, sync_file, write_atomic
+from megatron_rl.files import MANIFEST, sync, write_atomic
 
 Entry = Mapping[str, Any]
 """Facts about a file: its `bytes`, and its hash in hexadecimal digits as `blake3`."""
@@ -42,21 +41,21 @@ def entry_of(path: Path) -> Entry:
 def entries_of(files: Iterable[Path]) -> dict[str, Entry]:
     """Return the entries of `files` by name. Each is hashed and synced to the disk while the iterator writes the next one."""
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        started = [(file.name, pool.submit(sync_file, file), pool.submit(entry_of, file)) for file in files]
+        started = [(file.name, pool.submit(sync, file), pool.submit(entry_of, file)) for file in files]
         for _, synced, _ in started:
             synced.result()
         return {name: hashed.result() for name, _, hashed in started}
 
 
 def write(directory: Path, *, known: Mapping[str, Entry] | None = None, **facts: Any) -> None:
-    """Write the manifest of all files below `directory`, with `facts` beside.
+    """Write the manifest of all files below `directory`, with `facts` beside; files of `known` entries are not read.
 
-    Files of `known` entries are not read. Raises UserError when a known file is missing or the
-    manifest cannot be written.
+    Raises UserError when a known file is missing or the manifest cannot be written.
     """
+    known = known or {}
     names = sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file() and path.name != MANIFEST)
-    files = {name: (known or {}).get(name) or entry_of(directory / name) for name in names}
-    missing = sorted((known or {}).keys() - files.keys())
+    files = {name: known.get(name) or entry_of(directory / name) for name in names}
+    missing = sorted(known.keys() - files.keys())
     if missing:
         raise UserError(
             f"{directory / missing[0]}, which a rank has written, is not there for rank 0; give a directory that all nodes share"
@@ -83,12 +82,11 @@ def read(directory: Path) -> dict[str, Any]:
 
 
 def check(directory: Path, kind: Kind, *, share: tuple[int, int] = (0, 1)) -> None:
-    """Raise DamagedCheckpointError when a file of `kind` differs from the manifest.
+    """Raise DamagedCheckpointError when a file of `kind` differs from the manifest; only a `share` (index, number) is hashed.
 
-    Only the `share` (index, number) is hashed. "state" is every file, and the manifest is required;
-    "sizes" is the same without hashes. "model" is a model's files except config.json. "weights" are
-    the files with weights, "index" the files with the places of tensors. A model without a manifest
-    passes.
+    "state" is every file, and the manifest is required; "sizes" is the same without hashes. "model" is a model's
+    files except config.json, "weights" the files with weights, "index" the files with the places of tensors. A
+    model without a manifest passes.
     """
     files: Mapping[str, Entry] | None = read(directory).get("files")
     whole = kind in ("state", "sizes")
@@ -96,24 +94,27 @@ def check(directory: Path, kind: Kind, *, share: tuple[int, int] = (0, 1)) -> No
         if whole:
             raise DamagedCheckpointError(f"{directory} is not a complete checkpoint: its {MANIFEST} has no files; {_advice(kind)}")
         return
-    _check_strangers(directory, files, kind)
+    if kind != "index":
+        _check_strangers(directory, files, whole=whole)
     if kind == "model":
         files = {name: entry for name, entry in files.items() if name != "config.json"}
     elif not whole:
         files = {name: entry for name, entry in files.items() if name.endswith(_INDEX if kind == "index" else _WEIGHTS)}
     for name, entry in sorted(files.items()):
         if not (directory / name).is_file():
-            raise DamagedCheckpointError(f"checkpoint {directory} is damaged: {name} is in its manifest, but not there; {_advice(kind)}")
+            raise _damaged(directory, f"{name} is in its manifest, but not there", kind)
         size = (directory / name).stat().st_size
         if size != entry["bytes"]:
-            words = f"{name} has {size:,} bytes, its manifest says {entry['bytes']:,}"
-            raise DamagedCheckpointError(f"checkpoint {directory} is damaged: {words}; {_advice(kind)}")
+            raise _damaged(directory, f"{name} has {size:,} bytes, its manifest says {entry['bytes']:,}", kind)
     hashed = () if kind == "sizes" else sorted(files, key=lambda name: (-files[name]["bytes"], name))[share[0] :: share[1]]
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         for name, entry in zip(hashed, pool.map(entry_of, (directory / name for name in hashed)), strict=True):
             if entry != files[name]:
-                words = f"the content of {name} is not that of its manifest"
-                raise DamagedCheckpointError(f"checkpoint {directory} is damaged: {words}; {_advice(kind)}")
+                raise _damaged(directory, f"the content of {name} is not that of its manifest", kind)
+
+
+def _damaged(directory: Path, words: str, kind: Kind) -> DamagedCheckpointError:
+    return DamagedCheckpointError(f"checkpoint {directory} is damaged: {words}; {_advice(kind)}")
 
 
 def _advice(kind: Kind) -> str:
@@ -121,32 +122,25 @@ def _advice(kind: Kind) -> str:
     return advice if kind in ("state", "sizes") else f"{advice}, or remove its {MANIFEST} if the change is yours"
 
 
-def _check_strangers(directory: Path, files: Mapping[str, Entry], kind: Kind) -> None:
-    """Raise DamagedCheckpointError for files absent from the manifest.
-
-    For a state every such file counts, for a model only files of weights.
-    """
-    places = {directory, *((directory / name).parent for name in files)} if kind != "index" else ()
+def _check_strangers(directory: Path, files: Mapping[str, Entry], *, whole: bool) -> None:
+    """Raise DamagedCheckpointError for a file, of a model a file of weights, that is absent from the manifest."""
+    places = {directory, *((directory / name).parent for name in files)}
     for file in sorted(file for place in places for file in place.iterdir() if file != directory / MANIFEST):
         name = str(file.relative_to(directory))
         if name in files:
             continue
-        if kind in ("state", "sizes"):
-            words = f"{name} is there, but not in its manifest; remove it, or {_advice(kind)}"
-            raise DamagedCheckpointError(f"checkpoint {directory} is not as it was saved: {words}")
+        changed = f"checkpoint {directory} is not as it was saved: {name} is there, but not in its"
+        if whole:
+            raise DamagedCheckpointError(f"{changed} manifest; remove it, or {_advice('state')}")
         # Programs read no other hidden file, and macOS leaves one beside every file on disks of other systems.
         if name.endswith(_ONLY_WEIGHTS) and not (file.name.startswith(".") and file.name != ".metadata"):
             raise DamagedCheckpointError(
-                f"checkpoint {directory} is not as it was saved: {name} is there, but not in its {MANIFEST}, and programs "
-                f"differ in whether they read it; remove it, or {MANIFEST} if the change is yours"
+                f"{changed} {MANIFEST}, and programs differ in whether they read it; remove it, or {MANIFEST} if the change is yours"
             )
 
 
 def changed_texts(directory: Path) -> list[str]:
-    """Return the names of changed files beside the weights.
-
-    A changed file has another content than in the manifest. Raises UserError.
-    """
+    """Return the names of files beside the weights with another content than in the manifest. Raises UserError."""
     files = read(directory).get("files", {})
     present = (name for name in files if not name.endswith(_WEIGHTS) and (directory / name).is_file())
     return sorted(name for name in present if entry_of(directory / name) != files[name])

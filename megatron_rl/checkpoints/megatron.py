@@ -1,7 +1,4 @@
-"""Megatron-Core's distributed checkpoints as Hugging Face tensors of one known model.
-
-The checkpoints may come from runs, from a conversion or from other programs.
-"""
+"""Megatron-Core's distributed checkpoints, of this or other programs, as Hugging Face tensors of a known model."""
 
 import json
 import math
@@ -10,8 +7,8 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +26,7 @@ from megatron_rl.checkpoints import manifest
 from megatron_rl.checkpoints.hugging_face import HuggingFaceWeights
 from megatron_rl.checkpoints.pickles import FORMAT, read_metadata, reading_records_only, stored_part
 from megatron_rl.errors import UserError, counted
+from megatron_rl.files import runs_of_bytes
 from megatron_rl.models.config_json import read_config
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.read_spec import parse_model_spec
@@ -49,16 +47,10 @@ def is_torch_dist(path: Path) -> bool:
 
 
 class MegatronWeights:
-    """A distributed checkpoint, read parameter by parameter; optimizer state is not read.
-
-    Call `close` when done.
-    """
+    """A distributed checkpoint, read parameter by parameter; optimizer state is not read. Call `close` when done."""
 
     def __init__(self, path: Path, *, directory: Path) -> None:
-        """Open `path`, of the model whose config.json is in `directory`.
-
-        Raises UserError when checkpoint and config.json do not belong together.
-        """
+        """Open `path`, of the model with config.json in `directory`. Raises UserError when they do not belong together."""
         self.path, self.directory = path, directory
         self.config = read_config(directory)
         self.spec = parse_model_spec(self.config, origin=str(directory / "config.json"))
@@ -75,6 +67,7 @@ class MegatronWeights:
         self.kept = _open_kept(path, self.spec, directory)
         kept_by_run = self.kept is not None and self.kept.path == directory and self.kept.names()
         self.places: tuple[Path, ...] = (path, directory) if kept_by_run else (path,)
+        """The directories whose tensors are read."""
         self._of_tensor = {name: (rule, index) for rule in self._rules for index, name in enumerate(rule.hugging_face)}
         self._last: tuple[Rule, list[Tensor]] | None = None
 
@@ -88,10 +81,7 @@ class MegatronWeights:
         return self._of_tensor.keys() | (self.kept.names() if self.kept is not None else set())
 
     def check_files(self) -> None:
-        """Raise UserError for a damaged file of tensors outside the built model.
-
-        All other files have been checked before.
-        """
+        """Raise UserError for a damaged file of tensors outside the built model; `__init__` has checked the others."""
         if self.kept is not None:
             self.kept.check_files()
 
@@ -110,10 +100,7 @@ class MegatronWeights:
         return dtype
 
     def read(self, name: str) -> Tensor:
-        """Return one tensor, of any shape, on the CPU.
-
-        Reading is fast in the order of the model: all tensors of one parameter are read together.
-        """
+        """Return one tensor, of any shape, on the CPU. All tensors of one parameter are read together."""
         if name not in self._of_tensor and self.kept is not None:
             return self.kept.read(name)
         rule, index = self._of_tensor[name]
@@ -134,10 +121,9 @@ class MegatronWeights:
         return self.read_stored(self._locations[rule.megatron].keys[0])[self.spec.vocab_size :]
 
     def read_stored(self, key: str, at: Sequence[int] = ()) -> Tensor:
-        """Return a whole stored tensor, of any shape, or a part of one.
+        """Return a stored tensor, of any shape, or its part at the indices `at` of the first dimensions.
 
-        The part is at the indices `at` of the first dimensions. Raises UserError when a region is
-        in no chunk, or for a damaged file.
+        Raises UserError when a region is in no chunk, or for a damaged file.
         """
         rest = tuple(self._tensors[key].size)[len(at) :]
         offsets, sizes = torch.Size((*at, *(0 for _ in rest))), torch.Size((*(1 for _ in at), *rest))
@@ -230,11 +216,7 @@ class MegatronWeights:
 
 
 def _open_kept(path: Path, spec: ModelSpec, directory: Path) -> HuggingFaceWeights | None:
-    """Open the tensors outside the built model.
-
-    In our own format these are all such tensors; in a run, the layers of multi-token prediction in
-    `hf`.
-    """
+    """Open the tensors outside the built model: any in our own format, of multi-token prediction in `hf` of a run."""
     if (path / KEPT).exists():
         return HuggingFaceWeights(path / KEPT)
     if directory == path or directory.parent != path.parent or not any(directory.glob("*.safetensors")):
@@ -244,10 +226,7 @@ def _open_kept(path: Path, spec: ModelSpec, directory: Path) -> HuggingFaceWeigh
 
 @dataclass(frozen=True, slots=True)
 class _Location:
-    """The keys of a parameter, and its indices in stacks of layers and experts.
-
-    Two keys mean that gate and up are stored apart.
-    """
+    """The keys of a parameter, two where gate and up are apart, and its indices in stacks of layers and experts."""
 
     keys: tuple[str, ...]
     at: tuple[int, ...]
@@ -287,20 +266,20 @@ def write_megatron(
     *,
     max_file_bytes: int,
 ) -> dict[str, manifest.Entry]:
-    """Write a distributed checkpoint of the parameters from `make`, one at a time.
+    """Write a distributed checkpoint of one parameter by `make` at a time, for the rules of `dtypes`.
 
-    `make` gives a parameter for each rule of `dtypes`. Layers are stored one by one, the experts of
-    a layer stacked. Returns the manifest's entries of the files.
+    Layers are stored one by one, the experts of a layer stacked. Returns the manifest's entries of the files.
     """
     items = [_write_item(rule, dtype, spec) for rule, dtype in dtypes]
     (plan,), metadata = create_default_global_save_plan([SavePlan(items)])
-    planner = _Making(dict(zip(map(_place, items), (rule for rule, _ in dtypes), strict=True)), make)
+    rules_by_place = dict(zip(map(_place, items), (rule for rule, _ in dtypes), strict=True))
+    planner = MadeHere(lambda item: make(rules_by_place[_place(item)]).contiguous().view(_data(item).chunk.sizes))
     writer = FileSystemWriter(directory, sync_files=False)
     writer.set_up_storage_writer(True)
     written: list[list[WriteResult]] = []
 
     def files() -> Iterator[Path]:
-        for index, inside in enumerate(_files(plan.items, max_file_bytes)):
+        for index, inside in enumerate(runs_of_bytes(plan.items, _num_bytes, max_bytes=max_file_bytes)):
             with without_checksums():
                 written.append(writer.write_data(SavePlan(inside, storage_data=_StoragePrefix(f"__{index}_")), planner).value())
             yield directory / written[-1][0].storage_data.relative_path
@@ -314,10 +293,7 @@ def write_megatron(
 
 @contextmanager
 def without_checksums() -> Iterator[None]:
-    """Have `torch.save` in this thread write no CRC of the numbers.
-
-    Nothing reads the CRC, and computing it takes longer than writing the numbers.
-    """
+    """Have `torch.save` in this thread write no CRC, which nothing reads and takes longer than writing the numbers."""
     before = get_crc32_options()
     set_crc32_options(False)
     try:
@@ -326,16 +302,15 @@ def without_checksums() -> Iterator[None]:
         set_crc32_options(before)
 
 
-class _Making(DefaultSavePlanner):
-    """Plan of a save with tensors made at the time of writing."""
+class MadeHere(DefaultSavePlanner):
+    """Plan of a save with data by `make` at the time of writing, in place of the state's."""
 
-    def __init__(self, rules_by_place: dict[MetadataIndex, Rule], make: Callable[[Rule], Tensor]) -> None:
-        self._rules, self._make = rules_by_place, make
+    def __init__(self, make: Callable[[WriteItem], Tensor | BytesIO]) -> None:
+        self._make = make
 
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """Return the numbers of the item."""
-        assert write_item.tensor_data is not None, "an item is a tensor"
-        return self._make(self._rules[_place(write_item)]).contiguous().view(write_item.tensor_data.chunk.sizes)
+    def resolve_data(self, write_item: WriteItem) -> Tensor | BytesIO:
+        """Return the data of the item, of any shape."""
+        return self._make(write_item)
 
 
 def _place(item: WriteItem) -> MetadataIndex:
@@ -352,16 +327,11 @@ def _write_item(rule: Rule, dtype: torch.dtype, spec: ModelSpec) -> WriteItem:
     return WriteItem(MetadataIndex(location.keys[0], offsets), WriteItemType.SHARD, tensor_data=data)
 
 
-def _files(items: Sequence[WriteItem], max_bytes: int) -> Iterator[list[WriteItem]]:
-    """Divide `items` in order into runs of at most `max_bytes` bytes; a larger one is alone."""
-    inside: list[WriteItem] = []
-    num_bytes = 0
-    for item in items:
-        data: Any = item.tensor_data
-        size = math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
-        if inside and num_bytes + size > max_bytes:
-            yield inside
-            inside, num_bytes = [], 0
-        inside.append(item)
-        num_bytes += size
-    yield inside
+def _data(item: WriteItem) -> TensorWriteData:
+    assert item.tensor_data is not None, "an item is a tensor"
+    return item.tensor_data
+
+
+def _num_bytes(item: WriteItem) -> int:
+    dtype: torch.dtype = _data(item).properties.dtype
+    return math.prod(_data(item).chunk.sizes) * dtype.itemsize

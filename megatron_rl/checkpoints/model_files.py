@@ -41,10 +41,7 @@ def config_dtype(config: Mapping[str, Any]) -> torch.dtype:
 
 
 def copy_model_files(source: Path, directory: Path, *, code: bool = False) -> None:
-    """Copy configuration, tokenizer and chat templates of a model directory byte for byte.
-
-    With `code`, copy the Python files as well.
-    """
+    """Copy configuration, tokenizer and chat templates of a model directory byte for byte, with `code` also Python."""
     for name in (*_COPIED_FILES, *(file.name for file in source.glob("*.py") if code)):
         if (source / name).is_file():
             shutil.copyfile(source / name, directory / name)
@@ -58,13 +55,11 @@ def state_what_is_written(
     quantization: Mapping[str, Any] | None = None,
     keeps_code: bool = False,
 ) -> None:
-    """Make config.json in `directory` name the written `dtype`, MTP layers, codes and Python code.
+    """Make config.json in `directory` name the written `dtype` (None: as it is), MTP layers, codes and Python code.
 
-    transformers casts to the dtype in config.json, so a stale dtype would round the weights.
-    Loaders with permission to run code look in the directory for the code of `auto_map` and fail.
-    SGLang imports this code without permission when running a model by transformers' classes. A
-    file with the right values already stays byte for byte. With `dtype` None the dtype in the file
-    stays.
+    transformers casts to this dtype, so a stale one would round the weights. Loaders with permission to run code
+    look in the directory for the code of `auto_map` and fail; SGLang imports it without permission when running a
+    model by transformers' classes. A file with the right values already stays byte for byte.
     """
     file = directory / "config.json"
     original = json.loads(file.read_text(encoding="utf-8"))
@@ -80,19 +75,13 @@ def state_what_is_written(
 
 
 def write_model_manifest(directory: Path, entries: Mapping[str, manifest.Entry], *, stale: Iterable[str]) -> None:
-    """Write the manifest of a model directory: `entries` of the weights, names of `stale` tensors.
-
-    Raises UserError.
-    """
+    """Write the manifest of a model directory: `entries` of the weights, names of `stale` tensors. Raises UserError."""
     spec = parse_model_spec(read_config(directory), origin=str(directory / "config.json"))
     manifest.write(directory, known=entries, model=asdict(spec), **{manifest.STALE: sorted(stale)})
 
 
 def describe_hf(path: Path, *, source: Path, dtype: torch.dtype, linked: bool = False) -> None:
-    """Write the model directory `path` as `save_hf` for weights of `dtype`, with no weights or with `linked` ones of `source`.
-
-    Raises UserError as `save_hf`.
-    """
+    """Write `path` as `save_hf`, for weights of `dtype`: none, or `linked` ones of `source`. Raises UserError."""
     with atomic_directory(path) as directory:
         copy_model_files(source, directory)
         state_what_is_written(directory, dtype=dtype, keeps_mtp=linked)

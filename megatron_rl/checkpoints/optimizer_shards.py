@@ -1,14 +1,12 @@
 """Optimizer state as boxes of whole tensors, readable under any layout and kind of optimizer.
 
-A parameter's main weights and moments have the names and shapes of the parameter itself, with a
-prefix. The distributed optimizer holds a range of each flattened parameter. Such a range is no
-single box of a tensor of several dimensions, but a few boxes side by side: a part of a row, whole
-rows, a part of a row. So every rank writes and reads its own memory, and nothing is gathered.
-Upstream gathers all states of a buffer on every data-parallel rank, at offsets shifted by padding.
-Upstream cannot read the state of another kind of optimizer.
+A parameter's main weights and moments have the names and shapes of the parameter itself, with a prefix. The
+distributed optimizer holds a range of each flattened parameter: a few boxes side by side of a tensor of several
+dimensions, namely a part of a row, whole rows, a part of a row. So every rank writes and reads its own memory,
+and nothing is gathered. Upstream gathers all states of a buffer on every data-parallel rank, at offsets shifted
+by padding, and cannot read the state of another kind of optimizer.
 
-Main weights identical to the model's own parameters (fp32) are stored once, as the model's; see
-`from_main_weights`.
+Main weights identical to the model's own parameters (fp32) are stored once, as the model's; see `from_main_weights`.
 """
 
 import math
@@ -30,10 +28,9 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Held:
-    """This rank's optimizer state of the model's `parameter`, by name, flattened from `start` on.
+    """This rank's state of the model's `parameter` in the optimizer `owner`, by name, flattened from `start` on.
 
-    `replicated`: every data-parallel rank holds the same elements. `owner` is the part of the
-    optimizer with these elements.
+    `replicated`: every data-parallel rank holds the same elements.
     """
 
     parameter: Tensor
@@ -74,10 +71,7 @@ def _main_weights(part: MegatronOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def boxes(shape: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Shape]]:
-    """Yield (offset, size) of boxes covering the elements `start` to `stop` of a tensor of `shape`.
-
-    The tensor is row-major. The boxes follow one another in the order of the elements.
-    """
+    """Yield (offset, size) of boxes that cover, in order, elements `start` to `stop` of a row-major tensor of `shape`."""
     if start >= stop:
         return
     if len(shape) <= 1:
@@ -107,10 +101,7 @@ def _pieces(sharded: ShardedTensor | ShardedTensorFactory) -> Sequence[ShardedTe
 
 
 def _boxes_of(held: _Held, tensor: Tensor, sharded: ShardedTensor | ShardedTensorFactory, key_prefix: str) -> Iterator[ShardedTensor]:
-    """Split the elements `tensor` of `held` into boxes of the parameter's stored tensors.
-
-    The boxes share the memory of `tensor`.
-    """
+    """Split the elements `tensor` of `held` into boxes of the parameter's stored tensors, in the same memory."""
     flat, whole = tensor.detach().view(-1), held.parameter
     for piece in _pieces(sharded):
         first = piece.data.storage_offset() - whole.storage_offset()
@@ -146,10 +137,7 @@ def _key(name: str) -> str:
 
 
 def sharded_optimizer(optimizer: MegatronOptimizer, model_state: Mapping[str, Any]) -> list[ShardedTensor]:
-    """Return this rank's optimizer state for writing, without copies.
-
-    `model_state` is the sharded state of the optimizer's model.
-    """
+    """Return this rank's optimizer state for writing, without copies, by the sharded `model_state` of its model."""
     parameters = _sharded_parameters(model_state)
     result: list[ShardedTensor] = []
     for held in _held(optimizer):
@@ -172,11 +160,10 @@ def has_optimizer(keys: Collection[str]) -> bool:
 
 
 class OptimizerTarget:
-    """This rank's optimizer state, to be filled from a checkpoint with the tensors `keys`.
+    """This rank's optimizer state: `shards` to be read from a checkpoint with the tensors `keys`; then call `finish`.
 
-    `shards` are read from the checkpoint into the optimizer's own memory; then call `finish`.
-    Moments and main weights may have been stored in another precision. Main weights missing from
-    the checkpoint of an fp32 model come from the model's weights.
+    Moments and main weights may have been stored in another precision. Main weights missing from the checkpoint
+    of an fp32 model come from the model's weights.
     """
 
     def __init__(
@@ -209,10 +196,7 @@ class OptimizerTarget:
 
 
 def from_main_weights(model_state: Any, keys: Collection[str]) -> Any:
-    """Return `model_state` with fp32 parameters read from the checkpoint's main weights.
-
-    Main weights are present when the saved model had another dtype.
-    """
+    """Return `model_state` with fp32 parameters read from main weights, which a model of another dtype has saved."""
     if isinstance(model_state, dict):
         return {name: from_main_weights(entry, keys) for name, entry in model_state.items()}
     if isinstance(model_state, ShardedTensor | ShardedTensorFactory):

@@ -1,10 +1,9 @@
 """A distributed checkpoint, read in place and without running any code named inside.
 
-torch reads `.metadata` with `pickle.load` and the objects in `.distcp` files with
-`torch.load(weights_only=False)`. Both call anything named by a file. Here an unpickler limited to
-the records of torch reads `.metadata`, and objects are tensors, numbers, strings and their
-containers. Upstream reads `common.pt` in the same safe way, unless an environment variable of torch
-turns the safety off.
+torch reads `.metadata` with `pickle.load` and the objects in `.distcp` files with `torch.load(weights_only=False)`.
+Both call anything named by a file. Here an unpickler limited to the records of torch reads `.metadata`, and objects
+are tensors, numbers, strings and their containers. Upstream reads `common.pt` in the same safe way, unless an
+environment variable of torch turns the safety off.
 """
 
 import enum
@@ -62,10 +61,10 @@ class RecordsUnpickler(pickle.Unpickler):
 
 
 def stored_part(reader: FileSystemReader, item: ReadItem) -> Tensor:
-    """Return the part, of any shape, of a stored tensor for `item`, in the file's own pages.
+    """Return the part, of any shape, of a stored tensor for `item`, in the file's own pages, from any byte on.
 
-    The numbers may begin at any byte. torch's own reading fills new memory and copies from there,
-    at twice the time. Raises ValueError when the tensor is not within its place in the file.
+    torch's own reading fills new memory and copies from there, at twice the time. Raises ValueError when the
+    tensor is not within its place in the file.
     """
     info = reader.storage_data[item.storage_index]
     with (Path(reader.path) / info.relative_path).open("rb") as file:
@@ -111,10 +110,7 @@ def _read_data(reader: FileSystemReader, plan: LoadPlan, planner: LoadPlanner) -
 
 @contextmanager
 def reading_records_only(directory: Path) -> Iterator[None]:
-    """Have torch and megatron-core read `directory` by the functions of this module.
-
-    Raises UserError for a file with any other content.
-    """
+    """Have torch and megatron-core read `directory` by this module. Raises UserError for any other content."""
     switch, read_data = os.environ.pop(_UNSAFE_SWITCH, None), FileSystemReader.read_data
     # In place of the module `pickle` in torch's reading and writing of `.metadata`.
     filesystem.pickle = SimpleNamespace(dump=pickle.dump, load=lambda file: RecordsUnpickler(file).load())  # type: ignore[assignment]
@@ -132,11 +128,8 @@ def reading_records_only(directory: Path) -> Iterator[None]:
             os.environ[_UNSAFE_SWITCH] = switch
 
 
-def check_format(directory: Path) -> None:
-    """Raise UserError unless metadata.json of `directory` names the format read by megatron-core.
-
-    `directory` is a distributed checkpoint.
-    """
+def _check_format(directory: Path) -> None:
+    """Raise UserError unless metadata.json in `directory` names the format read by megatron-core."""
     try:
         named = json.loads((directory / "metadata.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -154,7 +147,7 @@ def check_format(directory: Path) -> None:
 
 def read_metadata(directory: Path) -> metadata.Metadata:
     """Return the places of tensors in the checkpoint `directory`. Raises UserError for one of another format or cut off."""
-    check_format(directory)
+    _check_format(directory)
     try:
         with reading_records_only(directory):
             return FileSystemReader(directory).read_metadata()

@@ -28,17 +28,14 @@ STORED_DTYPES: Mapping[Form, tuple[tuple[torch.dtype, ...], tuple[torch.dtype, .
     "int4": ((torch.int32,), _FLOATS),
     "mxfp4": ((torch.uint8,), (torch.uint8,)),
 }
-"""dtypes that codes and scales of each form have in a file. Of others, such as exponents in bytes, the numbers would be read as scales."""
+"""dtypes of codes and scales of each form in a file; others, such as exponents in bytes, would be read as scales."""
 _MXFP4_GROUP = 32
 _ROWS_AT_ONCE = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """One weight, by the tensors of its codes and scales.
-
-    `block` are the rows and columns of a scale, where given by config.json.
-    """
+    """One weight, by the tensors of its codes and scales; `block`: rows and columns of a scale, where config.json has them."""
 
     name: str
     form: Form
@@ -54,17 +51,15 @@ _SUFFIXES: Mapping[Form, tuple[tuple[str, str], ...]] = {
     "mxfp4": (("_blocks", "_scales"),),
 }
 _SCALE_SUFFIXES = (".weight_scale_inv", ".weight_scale", "_scales")
-# Suffixes of scales for activations or for codes. The first say nothing about weights, the second
-# change weights.
+# Suffixes of scales for activations, which say nothing about weights, and for codes, which change weights.
 _ACTIVATION_SUFFIXES = (".input_scale", ".input_global_scale", ".k_scale", ".v_scale")
 _UNSUPPORTED_SUFFIXES = (".weight_zero_point", ".weight_g_idx", ".weight_global_scale", ".qweight", ".qzeros")
 
 
 def find_quantised(config: Mapping[str, Any], names: Iterable[str], origin: str) -> tuple[dict[str, Quantised], set[str]]:
-    """Find the quantised weights among the tensors `names` of a checkpoint.
+    """Find the quantised weights among the tensors `names` of a checkpoint, and the names of all codes and scales.
 
-    Also return the names of all tensors with codes or scales. Raises UserError, naming `origin`,
-    for an unsupported way to quantise, and for codes without scales or scales without codes.
+    Raises UserError, naming `origin`, for an unsupported way to quantise, and for codes or scales without the other.
     """
     stored = set(names)
     form, block = _form(config.get("quantization_config"), origin)
@@ -84,21 +79,19 @@ def find_quantised(config: Mapping[str, Any], names: Iterable[str], origin: str)
 
 
 def _check_orphans(rest: set[str], form: Form | None, origin: str) -> None:
-    unsupported = sorted(name for name in rest if name.endswith(_UNSUPPORTED_SUFFIXES))
-    if unsupported:
-        raise UserError(f"{origin} has {unsupported[0]}, of a way to quantise that is not supported; give the weights in bfloat16")
-    for suffix in _SCALE_SUFFIXES:
-        for name in sorted(rest):
-            if not name.endswith(suffix):
-                continue
-            if form is None:
-                words = f"{origin} has the scale {name}, but its config.json has no quantization_config"
-                raise UserError(f"{words}; use the config.json of these weights, or give them in bfloat16")
-            raise UserError(f"{origin} has the scale {name} without the tensor that it belongs to; download or convert the model again")
-    for suffix in ("_blocks",) if form == "mxfp4" else (".weight_packed",):
-        for name in sorted(rest):
-            if name.endswith(suffix):
-                raise UserError(f"{origin} has the quantised tensor {name} without its scale; download or convert the model again")
+    def first(*suffixes: str) -> str | None:
+        return min((name for name in rest if name.endswith(suffixes)), default=None)
+
+    if name := first(*_UNSUPPORTED_SUFFIXES):
+        raise UserError(f"{origin} has {name}, of a way to quantise that is not supported; give the weights in bfloat16")
+    if name := first(*_SCALE_SUFFIXES):
+        words = f"{origin} has the scale {name}"
+        if form is None:
+            words += ", but its config.json has no quantization_config"
+            raise UserError(f"{words}; use the config.json of these weights, or give them in bfloat16")
+        raise UserError(f"{words} without the tensor that it belongs to; download or convert the model again")
+    if name := first("_blocks" if form == "mxfp4" else ".weight_packed"):
+        raise UserError(f"{origin} has the quantised tensor {name} without its scale; download or convert the model again")
 
 
 def _form(section: Any, origin: str) -> tuple[Form | None, tuple[int, int] | None]:
@@ -146,10 +139,7 @@ def _compressed(section: Mapping[str, Any], origin: str) -> tuple[Form, tuple[in
 
 
 def whole_shape(weight: Quantised, codes: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of the weight from the shapes of codes and scales.
-
-    Raises UserError when the two shapes do not fit each other.
-    """
+    """Return the shape of the weight from the shapes of codes and scales. Raises UserError when the two do not fit."""
     if weight.form == "mxfp4":
         if len(codes) == 4 and codes[:3] == scales and codes[3] == _MXFP4_GROUP // 2:
             return codes[0], codes[2] * _MXFP4_GROUP, codes[1]
@@ -185,10 +175,9 @@ def _misfit(weight: Quantised, codes: tuple[int, ...], scales: tuple[int, ...], 
 
 
 def dequantise(weight: Quantised, codes: Tensor, scales: Tensor, *, dtype: torch.dtype, columns: int | None = None) -> Tensor:
-    """Return the weight [R, C], or [E, C, R] for mxfp4, in `dtype`, from its codes and scales.
+    """Return the weight [R, C], or [E, C, R] for mxfp4, in `dtype`, from its codes and scales; see the table above.
 
-    The table above gives the shapes. Each number is made in float32 and rounded once. `columns` is
-    the real number of columns when the last packed codes are padding.
+    Each number is made in float32 and rounded once. `columns` is the real number when the last codes are padding.
     """
     if weight.form == "mxfp4":
         # Seconds of imports, for gpt-oss alone.
@@ -205,25 +194,17 @@ def dequantise(weight: Quantised, codes: Tensor, scales: Tensor, *, dtype: torch
             result[part] = _int4(codes[part], scales[part])[:, :columns]
         return result
     block_rows, block_columns = _scale_block(weight, tuple(codes.shape), tuple(scales.shape))
-    # Work on a row of blocks at a time: all rows of a block share the scales.
     spread = scales.float().reshape(-(-rows // block_rows), -1).repeat_interleave(block_columns, dim=1)[:, :width]
-    if block_rows == 1:
-        for start in range(0, rows, _ROWS_AT_ONCE):
-            part = slice(start, start + _ROWS_AT_ONCE)
-            torch.mul(codes[part].float(), spread[part], out=(block := torch.empty(codes[part].shape)))
-            result[part] = block
-        return result
-    for index, scale in enumerate(spread):
-        part = slice(index * block_rows, (index + 1) * block_rows)
-        result[part] = codes[part].float().mul_(scale)
+    at_once = _ROWS_AT_ONCE if block_rows == 1 else block_rows
+    for start in range(0, rows, at_once):
+        part = slice(start, start + at_once)
+        # All rows of a block share the scales.
+        result[part] = codes[part].float().mul_(spread[part] if block_rows == 1 else spread[start // block_rows])
     return result
 
 
 def _int4(codes: Tensor, scales: Tensor) -> Tensor:
-    """Return [R, C] float32 from eight columns in each int32.
-
-    The first column is in the lowest bits. Numbers are stored with 8 added.
-    """
+    """Return [R, C] float32 from eight columns in each int32, the first in the lowest bits, stored with 8 added."""
     shifts = torch.arange(0, 32, 4, dtype=torch.int32)
     values = (codes[..., None] >> shifts & 0xF).flatten(1).float() - 8
     return (values.unflatten(1, (scales.shape[1], -1)) * scales.float()[..., None]).flatten(1)

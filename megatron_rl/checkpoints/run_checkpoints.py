@@ -27,7 +27,7 @@ from megatron_rl.files import (
     read_record,
     remove_directory,
     start_partial,
-    sync_directory,
+    sync,
     write_atomic,
 )
 
@@ -41,10 +41,9 @@ _NAME = re.compile(r"step-(\d{6,})")
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """State of the driver: `step`, prompt position, first evaluation.
+    """State of the driver after training on `step` rollout batches: prompt position, first evaluation.
 
-    `step` counts the rollout batches trained on. `metrics` are the step's metrics measured before
-    the save, for a run that is killed before logging them.
+    `metrics` are the step's, measured before the save, for a run that is killed before logging them.
     """
 
     step: int
@@ -54,10 +53,7 @@ class RunState:
 
 
 def checkpoint_paths(directory: Path) -> list[Path]:
-    """Return complete checkpoints of the run in `directory`, oldest first.
-
-    Two checkpoints of one step are in the order of writing.
-    """
+    """Return complete checkpoints of the run in `directory`, oldest first; two of one step in the order of writing."""
     return sorted((path for path in _named(directory) if _is_complete(path)), key=lambda path: (_step(path), path.stat().st_mtime_ns))
 
 
@@ -66,19 +62,12 @@ def _named(directory: Path) -> list[Path]:
 
 
 def _is_complete(path: Path) -> bool:
-    """Return True for a complete checkpoint directory.
-
-    A directory gets its name once all files are on the disk. A user may still have copied or
-    deleted a part since.
-    """
+    """Return True for a complete checkpoint directory: written as a whole, but a user may have deleted a part since."""
     return (path / "run.json").is_file() and (path / "megatron" / MANIFEST).is_file()
 
 
 def incomplete_checkpoints(directory: Path) -> list[Path]:
-    """Return checkpoints and exports left incomplete by an interrupted write, copy or deletion.
-
-    A run never resumes from an incomplete checkpoint.
-    """
+    """Return checkpoints and exports left incomplete by an interrupted write, copy or deletion; no run resumes there."""
     partial = (path for folder in ("checkpoints", "exports") for path in (directory / folder).glob(".step-*"))
     return sorted([*partial, *(path for path in _named(directory) if not _is_complete(path))])
 
@@ -97,14 +86,10 @@ class Ranks(Protocol):
 
     def call(self, method: str, *args: Any, **keywords: Any) -> list[Any]:
         """Return the results of a method of `Trainer`, by rank."""
-        ...
 
 
 class CheckpointWriter:
-    """Writes checkpoints and exports of a run, one at a time, while the run goes on.
-
-    `begin` or `begin_export`, then `is_written` as often as wished, then `finish`.
-    """
+    """Writes a run's checkpoints and exports, one at a time from `begin` or `begin_export` to `finish`, as the run goes on."""
 
     def __init__(self, run: RunSettings, *, ranks: Ranks) -> None:
         self._run, self._ranks = run, ranks
@@ -129,10 +114,7 @@ class CheckpointWriter:
         return self.is_writing and all(self._ranks.call("save_is_written"))
 
     def begin(self, state: RunState) -> None:
-        """Begin the checkpoint of `state.step`; training may go on when this call returns.
-
-        The policy stays for good where an export is due, too. No other save may be pending.
-        """
+        """Begin the checkpoint of `state.step`; training may go on when this returns. No other save may be pending."""
         with self._saving(self._run.directory / "checkpoints" / f"step-{state.step:06d}") as path:
             partial = start_partial(path)
             self._ranks.call("begin_save", partial / "megatron", hf=partial / "hf")
@@ -152,27 +134,28 @@ class CheckpointWriter:
         with disk_errors(path.parent):
             if not path.parent.is_dir():
                 path.parent.mkdir()
-                sync_directory(path.parent.parent)
+                sync(path.parent.parent)
         self._pending = path
         with self._nothing_left_of(path):
             yield path
 
     def finish(self) -> list[str]:
-        """Wait for the pending save, and put it in place; delete superseded checkpoints.
+        """Wait for the pending save, put it in place, also as a due export, and delete superseded checkpoints.
 
         Returns a sentence for each failed deletion, harmless to the run.
         """
         assert self._pending is not None, "nothing has begun"
         path, step = self._pending, _step(self._pending)
+        is_checkpoint = path != self._export(step)
         with self._nothing_left_of(path):
             self._ranks.call("finish_save")
-            if path != self._export(step):
-                if self.export_is_due(step):
-                    # Before the checkpoint: work after the link does not come back to this step.
-                    _copy_files(partial_path(path) / "hf", self._export(step))
+            if is_checkpoint and self.export_is_due(step):
+                # Before the checkpoint: work after the link does not come back to this step.
+                _copy_files(partial_path(path) / "hf", self._export(step))
+            if is_checkpoint:
                 commit_partial(path)
         self._pending = None
-        if path == self._export(step):
+        if not is_checkpoint:
             return []
         # Before the deletion of the checkpoint that the link points to.
         link_policy(path)
@@ -223,11 +206,7 @@ def _copy_files(source: Path, target: Path) -> None:
 
 
 def newest_checkpoint(directory: Path) -> tuple[Path, RunState] | None:
-    """Return the newest complete checkpoint of the run in `directory`, or None.
-
-    Raises:
-        UserError: the checkpoint's run.json cannot be read.
-    """
+    """Return the newest complete checkpoint of the run in `directory`, or None. Raises UserError for its run.json."""
     paths = checkpoint_paths(directory)
     if not paths:
         return None
@@ -239,10 +218,7 @@ def newest_checkpoint(directory: Path) -> tuple[Path, RunState] | None:
 
 @contextmanager
 def naming_the_way_around(directory: Path) -> Iterator[None]:
-    """Add to the error of a damaged checkpoint in `directory` how to go on without it.
-
-    The body reads the checkpoint. Raises CheckpointError.
-    """
+    """Add to the body's error of a damaged checkpoint how to go on without it. Raises CheckpointError."""
     try:
         yield
     except DamagedCheckpointError as error:
@@ -250,9 +226,7 @@ def naming_the_way_around(directory: Path) -> Iterator[None]:
 
 
 def way_around(directory: Path) -> str:
-    """Return advice on going on without the newest checkpoint of the run in `directory`, which must
-    exist.
-    """
+    """Return advice on going on without the newest checkpoint of the run in `directory`, which must exist."""
     *earlier, newest = checkpoint_paths(directory)
     if earlier:
         return f"delete {newest} to go on from {earlier[-1]} (step {_step(earlier[-1])})"

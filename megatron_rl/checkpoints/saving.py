@@ -4,18 +4,17 @@
     thread                     copies in host memory │ files of the state │ Hugging Face directory
     all ranks, at the end      errors of any rank, index, manifest, final names
 
-The thread copies everything before the first write, so that training waits for the copies alone.
-The format of the state is megatron-core's, planned and written by torch's own writer. Each rank
-writes one file, hashed while the file is still in the kernel's cache. Upstream's asynchronous
-writer forks a process for every file and keeps a manager process for the results. Such processes
-would outlive a killed rank.
+The thread copies everything before the first write, so that training waits for the copies alone. The format of
+the state is megatron-core's, planned and written by torch's own writer. Each rank writes one file, hashed while
+it is still in the kernel's cache. Upstream's asynchronous writer forks a process for every file, and keeps one
+for the results: these would outlive a killed rank.
 """
 
 import mmap
 import threading
 from collections import deque
 from collections.abc import Hashable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -31,18 +30,15 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from torch import Tensor, distributed
-from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.checkpoint.utils import _DistWrapper
 
 from megatron_rl.checkpoints import manifest
 from megatron_rl.checkpoints.hugging_face import save_hf
-from megatron_rl.checkpoints.megatron import without_checksums
-from megatron_rl.checkpoints.rank_zero import on_rank_zero
-from megatron_rl.checkpoints.training_state import complete, state_to_save, without_torch_notices
+from megatron_rl.checkpoints.megatron import MadeHere, without_checksums
+from megatron_rl.checkpoints.training_state import all_ranks, complete, ordinary_errors, state_to_save, without_torch_notices
 from megatron_rl.device import SideStream, local_device
 from megatron_rl.errors import UserError
 from megatron_rl.files import commit_partial, disk_errors, partial_path, start_partial
@@ -54,8 +50,7 @@ _LARGE_PAGE_BYTES = 2**21
 class HostCopies:
     """Host memory for the copies of one save after the other.
 
-    The kernel takes several times as long to provide the memory as the copying takes. So the memory
-    is requested in large pages and kept.
+    The kernel takes several times as long to provide memory as the copying takes: it comes in large pages and is kept.
     """
 
     def __init__(self) -> None:
@@ -83,13 +78,13 @@ class StateFiles:
     """The training state of this rank, planned with the other ranks, in a directory of all ranks."""
 
     def __init__(self, directory: Path, models: Mapping[str, TrainedModel], *, counters: Mapping[str, Any]) -> None:
-        """Plan everything that `load` needs: the models by name, and `counters`. Collective.
+        """Plan everything that `load` needs: the models by name, and `counters`, plain and equal on all ranks.
 
-        `counters` are plain numbers and strings, equal on all ranks. Raises UserError when the
-        directory cannot be written.
+        Collective. Raises UserError when the directory cannot be written.
         """
         self._directory = directory
-        on_rank_zero(start_partial, directory)
+        with ordinary_errors():
+            all_ranks().broadcast("start", lambda: start_partial(directory))
         self._writer = FileSystemWriter(partial_path(directory), sync_files=True)
         planner = _Planner(dedup_replicated_tensors=False, flatten_state_dict=False)
         self._planner: SavePlanner = planner
@@ -108,7 +103,7 @@ class StateFiles:
         with self._stream.entered():
             data = [(item.index, self._planner.resolve_data(item)) for item in self._plan.items]
             held = {index: stage.copy(index, value) if isinstance(value, Tensor) else value for index, value in data}
-        self._planner = _Copies(held)
+        self._planner = MadeHere(lambda item: held[item.index])
 
     def write(self) -> None:
         """Write and hash the file of this rank."""
@@ -140,8 +135,8 @@ class _Planner(MCoreSavePlanner):
 def _own_storage(tensor: Tensor) -> Tensor:
     """Return `tensor`, of any shape, in the same memory with a storage of its own size, where it is contiguous on the CPU.
 
-    torch copies a view of a larger storage before the write, and safetensors makes the storage that
-    it writes non-resizable, while putting a model away resizes storages.
+    torch copies a view of a larger storage before the write. safetensors makes the storage that it writes
+    non-resizable, and putting a model away resizes storages.
     """
     if not tensor.is_contiguous() or tensor.device.type != "cpu":
         return tensor
@@ -161,16 +156,13 @@ class _Planning(TorchDistSaveShardedStrategy):
         """On rank 0: the index of all ranks' writes."""
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> None:
-        """Plan the writes of this rank. Collective.
-
-        torch checks that the boxes of all ranks fill their tensors.
-        """
+        """Plan the writes of this rank. Collective."""
         sharded, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
-        state, ranks = mcore_to_pyt_state_dict(sharded, False), _all_ranks()
+        state, is_first = mcore_to_pyt_state_dict(sharded, False), distributed.get_rank() == 0
 
         def plan_of_rank() -> SavePlan:
-            self._planner.set_up_planner(state, storage_meta=self._writer.storage_meta(), is_coordinator=ranks.is_coordinator)
-            self._writer.set_up_storage_writer(ranks.is_coordinator)
+            self._planner.set_up_planner(state, storage_meta=self._writer.storage_meta(), is_coordinator=is_first)
+            self._writer.set_up_storage_writer(is_first)
             return self._writer.prepare_local_plan(self._planner.create_local_plan())
 
         def plans_of_all(plans: list[SavePlan]) -> list[SavePlan]:
@@ -178,28 +170,17 @@ class _Planning(TorchDistSaveShardedStrategy):
             return self._writer.prepare_global_plan(plans)
 
         with ordinary_errors():
-            self.plans.append(self._planner.finish_plan(ranks.reduce_scatter("plan", plan_of_rank, plans_of_all)))
-
-
-class _Copies(DefaultSavePlanner):
-    """Plan of a save with copies in place of the state."""
-
-    def __init__(self, data: dict[MetadataIndex, Tensor | BytesIO]) -> None:
-        self._data = data
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor | BytesIO:
-        """Return the copy of the item."""
-        return self._data[write_item.index]
+            self.plans.append(self._planner.finish_plan(all_ranks().reduce_scatter("plan", plan_of_rank, plans_of_all)))
 
 
 class PolicyFiles:
     """The policy as a Hugging Face directory, gathered and written by rank 0."""
 
     def __init__(self, directory: Path, weights: Iterator[tuple[str, Tensor]], *, num_bytes: int | None, **options: Any) -> None:
-        """Gather `weights` on rank 0. Collective.
+        """Gather `weights` on rank 0, for `save_hf` with its `options`. Collective.
 
-        `options` are those of `save_hf`. Weights of `num_bytes` in all wait in host memory for the
-        thread; for None, or more than half of the free memory, the files are written here and now.
+        Weights of `num_bytes` in all wait in host memory for the thread; for None, or more than half of the free
+        memory, the files are written here and now.
         """
         self._directory, self._options = directory, options
         self._held: deque[tuple[str, Tensor, bool]] = deque()
@@ -249,7 +230,8 @@ class Saving:
 
     def __init__(self, *, state: StateFiles | None = None, policy: PolicyFiles | None = None, stage: HostCopies | None = None) -> None:
         """Write the given parts. With `stage`, the models may change after `wait_for_copies`, else after `finish`."""
-        self._state, self._policy, self._stage = state, policy, stage
+        self._state, self._stage = state, stage
+        self._parts = [part for part in (state, policy) if part is not None]
         self._copied = threading.Event()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="save writer", daemon=True)
@@ -257,13 +239,12 @@ class Saving:
 
     def _run(self) -> None:
         """Copy and write without a collective; keep every error for `finish`."""
-        parts = [part for part in (self._state, self._policy) if part is not None]
         try:
             if self._stage is not None:
-                for part in parts:
+                for part in self._parts:
                     part.copy(self._stage)
             self._copied.set()
-            for part in parts:
+            for part in self._parts:
                 part.write()
         except BaseException as error:  # handed to the thread that waits
             self._error = error
@@ -280,10 +261,7 @@ class Saving:
         return not self._thread.is_alive()
 
     def finish(self) -> None:
-        """Wait for the files of all ranks, and give the directory its name. Collective.
-
-        Raises the error of any rank on every rank.
-        """
+        """Wait for all ranks' files, and give the directory its name; any rank's error is raised on all. Collective."""
 
         def written() -> tuple[list[WriteResult], dict[str, manifest.Entry]]:
             self._thread.join()
@@ -292,23 +270,4 @@ class Saving:
             return ([], {}) if self._state is None else self._state.written
 
         with ordinary_errors():
-            _all_ranks().all_reduce("save", written, lambda parts: None if self._state is None else self._state.commit(parts))
-
-
-def _all_ranks() -> _DistWrapper:
-    return _DistWrapper(None, use_dist=True, coordinator_rank=0)
-
-
-@contextmanager
-def ordinary_errors() -> Iterator[None]:
-    """Raise torch's CheckpointException as the ordinary error of a rank.
-
-    CheckpointException is no subclass of Exception, so no handler would catch the original.
-    """
-    try:
-        yield
-    except CheckpointException as error:
-        cause = next(iter(error.failures.values()))[0]
-        if isinstance(cause, Exception):
-            raise cause from error
-        raise RuntimeError(str(error)) from error
+            all_ranks().all_reduce("save", written, lambda parts: None if self._state is None else self._state.commit(parts))

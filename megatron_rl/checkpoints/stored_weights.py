@@ -1,13 +1,9 @@
-"""The weights of a stored model in any supported form.
-
-Weights are opened, compared with config.json, and loaded into a Megatron model.
-"""
+"""The weights of a stored model in any form: opened, compared with config.json, and loaded into a Megatron model."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -26,52 +22,23 @@ _RECOMPUTED_SUFFIXES = ("rotary_emb.inv_freq",)
 _SAMPLED_TENSORS, _SAMPLED_NUMBERS = 256, 2**18
 
 
-class StoredWeights(Protocol):
-    """A stored model: Hugging Face tensors at `path`, the `directory` of other files, and the `config` there.
-
-    Call `close` when done.
-    """
-
-    path: Path
-    directory: Path
-    places: tuple[Path, ...]
-    """The directories whose tensors are read."""
-    config: dict[str, Any]
-
-    @property
-    def spec(self) -> ModelSpec:
-        """The architecture described by `config`."""
-
-    def names(self) -> set[str]:
-        """Return the names of all tensors."""
-
-    def read(self, name: str) -> Tensor:
-        """Return one tensor, of any shape. Raises UserError for a damaged file."""
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape [...] of a tensor."""
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of a tensor after reading."""
-
-    def check_files(self) -> None:
-        """Raise UserError when a file is missing or cut off. Reads headers alone."""
-
-    def close(self) -> None:
-        """Close the files."""
+StoredWeights = HuggingFaceWeights | MegatronWeights
+"""A stored model: Hugging Face tensors at `path`, the `directory` of other files, and the `config` there."""
 
 
 def open_weights(path: Path, *, config: Path | None = None, dequantised_dtype: torch.dtype | None = torch.float32) -> StoredWeights:
-    """Open a Hugging Face directory, a checkpoint of ours or of a run, or another program's.
+    """Open a Hugging Face directory, or a distributed checkpoint of ours, of a run or of another program.
 
-    `config` is the Hugging Face directory for a checkpoint without config.json. Quantised tensors
-    come in `dequantised_dtype`; None means the dtype of config.json. Raises UserError for anything
-    else, and for a distributed checkpoint with a config.json of another model.
+    `config` is the Hugging Face directory of a distributed checkpoint, in place of a config.json beside it. Quantised
+    tensors come in `dequantised_dtype`; None means the dtype of config.json. Raises UserError for anything else, and
+    for a distributed checkpoint with a config.json of another model.
     """
     check_place(path)
     state = _find_state(path)
     if state is None:
         if (path / "config.json").exists():
+            if config is not None:
+                raise UserError(f"--config is {config}, but {path} is a Hugging Face directory with its own config.json; remove --config")
             return HuggingFaceWeights(path, dequantised_dtype=dequantised_dtype)
         raise UserError(
             f"{path} is neither a Hugging Face directory (config.json and safetensors) nor a distributed checkpoint (.metadata); give one"
@@ -84,10 +51,7 @@ def open_weights(path: Path, *, config: Path | None = None, dequantised_dtype: t
 
 
 def check_place(path: Path) -> None:
-    """Raise UserError when `path` is no directory, or is the directory of a run.
-
-    For a run, one of its checkpoints has to be named.
-    """
+    """Raise UserError when `path` is no directory, or is a run's: one of its checkpoints has to be named."""
     if not path.is_dir():
         raise UserError(f"{path} is not a directory; give a Hugging Face directory or a checkpoint")
     for checkpoints in (path / "checkpoints", path):
@@ -98,11 +62,7 @@ def check_place(path: Path) -> None:
 
 
 def _find_state(path: Path) -> Path | None:
-    """Find the distributed checkpoint in `path`.
-
-    The result is `path` itself, the checkpoint of a saved step, or the latest one of a directory of
-    Megatron-LM.
-    """
+    """Find the distributed checkpoint in `path`: itself, a saved step's, or the latest in a directory of Megatron-LM."""
     tracker = path / "latest_checkpointed_iteration.txt"
     places = [path, path / "megatron", path / "dist_ckpt", path / "actor" / "dist_ckpt"]
     if tracker.is_file():
@@ -112,10 +72,7 @@ def _find_state(path: Path) -> Path | None:
 
 
 def in_order(weights: StoredWeights) -> dict[str, Rule | None]:
-    """Return all names in `weights` with their rules, in the order of the model.
-
-    Names outside the built model come last.
-    """
+    """Return all names in `weights` with their rules, in the order of the model, names outside of it last."""
     built: dict[str, Rule | None] = {name: rule for rule in rules(weights.spec) if rule.exported for name in rule.hugging_face}
     return built | dict.fromkeys(sorted(weights.names() - built.keys()))
 
@@ -131,36 +88,27 @@ def mtp_tensors(path: Path, spec: ModelSpec, *, dequantised_dtype: torch.dtype) 
 def engines_read(path: Path) -> bool:
     """Return true when engines can load the model directory `path`: plain safetensors.
 
-    Engines would keep codes as codes, and the trainer's weights cannot replace codes. Engines do
-    not know our own format.
+    Engines do not know our own format, and would keep codes, which the trainer's weights cannot replace.
     """
     return not is_torch_dist(path) and not read_config(path).get("quantization_config")
 
 
 def names_code(path: Path) -> bool:
-    """Return true when config.json in `path` names Python code (`auto_map`).
+    """Return true when config.json in `path` names Python code (`auto_map`), there or on the Hugging Face hub.
 
-    The code is in the model directory or on the Hugging Face hub. SGLang imports the code for a
-    model without an SGLang class, also without `trust_remote_code`.
+    SGLang imports the code for a model without an SGLang class, also without `trust_remote_code`.
     """
     return bool(read_config(path).get("auto_map"))
 
 
 def load_hf_weights(chunks: Sequence[PolicyModel], spec: ModelSpec, path: Path) -> None:
-    """Fill this rank's chunks from the model directory `path`, casting to the parameters' dtype.
+    """Fill this rank's chunks, in their dtype, from the model directory `path`; padded vocabulary rows become zero.
 
-    Padded vocabulary rows become zero. Raises UserError when there are no weights, for a missing or
-    unknown tensor, and for a shape different from config.json.
+    Raises UserError without weights, for a missing or unknown tensor, and for a shape different from config.json.
     """
-    with closing(open_weights(path)) as weights:
-        load_weights(chunks, spec, weights)
-
-
-def load_weights(chunks: Sequence[PolicyModel], spec: ModelSpec, weights: StoredWeights) -> None:
-    """Fill this rank's chunks from the tensors of `weights`; see `load_hf_weights`."""
     parameters = global_parameters(chunks)
-    check_names(weights, spec)
-    with torch.no_grad():
+    with closing(open_weights(path)) as weights, torch.no_grad():
+        check_names(weights, spec)
         for rule in rules(spec):
             parameter = parameters.pop(held_name(rule, parameters), None)
             if parameter is None:
@@ -195,10 +143,7 @@ def check_names(weights: StoredWeights, spec: ModelSpec) -> None:
 
 
 def check_complete(weights: StoredWeights, spec: ModelSpec) -> None:
-    """Raise UserError for a tensor of the model when missing or of another shape.
-
-    Reads headers alone.
-    """
+    """Raise UserError for a tensor of the model when missing or of another shape. Reads headers alone."""
     missing = sorted(tensor_names(spec) - weights.names())
     if missing:
         raise UserError(
@@ -215,11 +160,10 @@ def check_complete(weights: StoredWeights, spec: ModelSpec) -> None:
 
 
 def check_stored(weights: StoredWeights, spec: ModelSpec) -> None:
-    """Raise UserError as `check_complete`, and for non-finite weights in a sample.
+    """Raise UserError as `check_complete`, and for non-finite weights in a sample; ranks check all while loading.
 
-    The sample is bounded for a model of any size: up to 256 tensors of at most 1 MiB, evenly
-    spread, norms first. A diverged training leaves no norm finite. Ranks check all other weights
-    while loading.
+    The sample is bounded for a model of any size: up to 256 tensors of at most 1 MiB, evenly spread, norms first.
+    A diverged training leaves no norm finite.
     """
     check_complete(weights, spec)
     tensors = (tensor for rule in rules(spec) if rule.exported for tensor in rule.tensors)
@@ -234,19 +178,13 @@ def _check_finite(tensor: Tensor, names: Sequence[str], path: Path) -> None:
 
 
 def num_not_finite(tensor: Tensor) -> int:
-    """Count the non-finite numbers of a tensor of any shape.
-
-    NaN and infinities reach the extremes, so single numbers are examined only after these.
-    """
+    """Count the non-finite numbers of a tensor of any shape; they would reach its extremes, which are looked at first."""
     if not tensor.is_floating_point() or not tensor.numel() or all(extreme.isfinite() for extreme in torch.aminmax(tensor)):
         return 0
     return int((~torch.isfinite(tensor)).sum())
 
 
 def may_be_left_out(name: str, spec: ModelSpec) -> bool:
-    """Return true when no parameter needs the tensor.
-
-    Such tensors are recomputed here, belong to multi-token prediction, or are a tied head.
-    """
+    """Return true when no parameter needs the tensor: recomputed here, of multi-token prediction, or a tied head."""
     tied = spec.tie_embeddings and name == "lm_head.weight"
     return tied or of_mtp(name, spec) or name.endswith(_RECOMPUTED_SUFFIXES)

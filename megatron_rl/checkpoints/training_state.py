@@ -1,16 +1,12 @@
-"""Checkpoints of the training state in megatron-core's distributed format.
+"""Checkpoints of the training state in megatron-core's distributed format, to be loaded under any layout.
 
-A checkpoint can be loaded under another layout.
-
-A checkpoint directory is complete or absent. The format contains pickles; see
-`checkpoints/pickles.py`.
+The format contains pickles; see `checkpoints/pickles.py`.
 """
 
 import pickle
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,11 +18,11 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from torch import distributed
 from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.utils import _DistWrapper
 
 from megatron_rl.checkpoints import manifest
 from megatron_rl.checkpoints.optimizer_shards import OptimizerTarget, from_main_weights, has_optimizer, parts_of, sharded_optimizer
 from megatron_rl.checkpoints.pickles import read_metadata, reading_records_only
-from megatron_rl.checkpoints.rank_zero import check_on_ranks
 from megatron_rl.errors import DamagedCheckpointError, UserError
 from megatron_rl.files import MANIFEST
 from megatron_rl.models.build import TrainedModel, complete_parameters
@@ -47,15 +43,31 @@ def without_torch_notices() -> Iterator[None]:
         yield
 
 
-def _rng_state() -> dict[str, torch.Tensor]:
-    state = {"cpu": torch.get_rng_state()}
-    return state | {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else state
+def all_ranks() -> _DistWrapper:
+    """Return torch's collectives of functions: when one fails on a rank, all ranks raise; see `ordinary_errors`."""
+    return _DistWrapper(None, use_dist=True, coordinator_rank=0)
 
 
-def _set_rng_state(state: Mapping[str, torch.Tensor]) -> None:
-    torch.set_rng_state(state["cpu"])
-    if "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"])
+@contextmanager
+def ordinary_errors() -> Iterator[None]:
+    """Raise the first rank's own error instead of CheckpointException, which is no Exception and no handler catches."""
+    try:
+        yield
+    except CheckpointException as error:
+        cause = _cause(error)
+        raise (cause if isinstance(cause, Exception) else RuntimeError(str(error))) from error
+
+
+def _cause(error: CheckpointException) -> BaseException:
+    cause: BaseException = next(iter(error.failures.values()))[0]
+    return cause
+
+
+def check_on_ranks(check: Callable[..., None]) -> None:
+    """Call `check(share=(rank, ranks))` on each rank; the first one's error is raised on every rank. Collective."""
+    share = distributed.get_rank(), distributed.get_world_size()
+    with ordinary_errors():
+        all_ranks().all_gather("check", lambda: check(share=share))
 
 
 def _chunk_key(index: int, count: int) -> str:
@@ -63,10 +75,7 @@ def _chunk_key(index: int, count: int) -> str:
 
 
 def _prefix(name: str) -> str:
-    """Return the prefix of a model's tensor names.
-
-    Without prefixes, models of one architecture would share one set of names.
-    """
+    """Return the prefix of a model's tensor names: models of one architecture would share one set of names."""
     return "" if name == POLICY else f"{name}."
 
 
@@ -87,9 +96,17 @@ def _written_state(name: str, model: TrainedModel) -> dict[str, Any]:
 
 
 def _rng_object() -> ShardedObject:
-    """Return one random generator state for each rank."""
-    rank, world = distributed.get_rank(), distributed.get_world_size()
-    return ShardedObject("rng", _rng_state(), (world,), (rank,), replica_id=0)
+    """Return the states of this rank's random generators, one of as many as ranks."""
+    state = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return ShardedObject("rng", state, (distributed.get_world_size(),), (distributed.get_rank(),), replica_id=0)
+
+
+def _set_rng_state(state: Mapping[str, torch.Tensor]) -> None:
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
 
 
 @contextmanager
@@ -102,10 +119,7 @@ def complete(models: Mapping[str, TrainedModel]) -> Iterator[None]:
 
 
 def _progress(model: TrainedModel) -> dict[str, Any]:
-    """Return a checkpoint's facts about a model besides tensors.
-
-    The facts are numbers of steps, and settings open to change by the user.
-    """
+    """Return a checkpoint's facts about a model besides tensors: numbers of steps, and settings open to change."""
     groups = [group for part in parts_of(model.optimizer) for group in part.param_groups]
     return {
         "scheduler_steps": model.scheduler.num_steps,
@@ -131,23 +145,16 @@ def state_to_save(models: Mapping[str, TrainedModel], *, counters: Mapping[str, 
     return state
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """The `counters` of a checkpoint, and a sentence for each changed hyperparameter."""
+def load(
+    directory: Path, models: Mapping[str, TrainedModel], *, weights_only: bool = False, checked: bool = False
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Continue from a checkpoint, under any layout, kind of optimizer or precision. Collective.
 
-    counters: dict[str, Any]
-    changes: tuple[str, ...]
-
-
-def load(directory: Path, models: Mapping[str, TrainedModel], *, weights_only: bool = False, checked: bool = False) -> Loaded:
-    """Continue from a checkpoint, under any layout, kind of optimizer or precision.
-
-    Hyperparameters (learning rate, weight decay, betas) stay at the current settings. Models of the
-    checkpoint outside `models` are left alone. With `weights_only` the optimizer starts anew from
-    the checkpoint's weights. Nothing is read from a checkpoint with files different from its
-    manifest. `checked`: `check_files` has been called for every share of the files. Collective.
-    Raises UserError when there is no checkpoint, for a checkpoint without one of the models, and
-    for one without the optimizer's state.
+    Returns the checkpoint's counters, and a sentence for each changed hyperparameter (learning rate, weight
+    decay, betas): these stay at the current settings. Models of the checkpoint outside `models` are left alone.
+    With `weights_only` the optimizer starts anew from the checkpoint's weights. Nothing is read from a checkpoint
+    with files different from its manifest. `checked`: `check_files` has been called for every share of the files.
+    Raises UserError when there is no checkpoint, or one without one of the models or the optimizer's state.
     """
     if not checked:
         check_on_ranks(partial(check_files, directory))
@@ -165,7 +172,7 @@ def check_files(directory: Path, *, share: tuple[int, int]) -> None:
     manifest.check(directory, "state", share=share)
 
 
-def _load(directory: Path, models: Mapping[str, TrainedModel], *, weights_only: bool) -> Loaded:
+def _load(directory: Path, models: Mapping[str, TrainedModel], *, weights_only: bool) -> tuple[dict[str, Any], tuple[str, ...]]:
     progress = dist_checkpointing.load_common_state_dict(str(directory)).get("progress")
     if progress is None:
         raise UserError(
@@ -206,7 +213,7 @@ def _load(directory: Path, models: Mapping[str, TrainedModel], *, weights_only: 
     if same_ranks:
         _set_rng_state(state["rng"])
     changes = [change for name, model in models.items() for change in _changes(name, model, progress["models"][name]["hyperparameters"])]
-    return Loaded(state["counters"], tuple(changes))
+    return state["counters"], tuple(changes)
 
 
 def _changes(name: str, model: TrainedModel, saved: Mapping[str, float]) -> Iterator[str]:
@@ -222,7 +229,7 @@ def _read(directory: Path, wanted: dict[str, Any]) -> dict[str, Any]:
         state: dict[str, Any] = dist_checkpointing.load(wanted, str(directory), validate_access_integrity=False)
     except (CheckpointingException, CheckpointException) as error:
         # torch gathers the errors of all ranks into one, with their tracebacks.
-        cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        cause = _cause(error) if isinstance(error, CheckpointException) else error
         if isinstance(cause, pickle.UnpicklingError):
             raise cause from error
         raise UserError(f"checkpoint {directory} is not one of this model ({cause}); resume with the model it was made from") from error

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from megatron_rl.deadlines import BUFFER_LOCK_S, NAMED_S
 from megatron_rl.errors import UserError
-from megatron_rl.files import claim, disk_errors, sync_directory, sync_file
+from megatron_rl.files import claim, disk_errors, sync
 
 _MAGIC = b"SQLite format 3\0"
 """The first bytes of every database that is not empty."""
@@ -70,8 +70,8 @@ class SqliteFile:
         # A checkpoint of SQLite would wait for readers of the file.
         if log.exists():
             with disk_errors(log):
-                sync_file(log)
-                sync_directory(log.parent)
+                sync(log)
+                sync(log.parent)
 
     def close(self) -> None:
         """Flush and let another process open the file."""

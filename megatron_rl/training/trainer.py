@@ -13,7 +13,6 @@ from torch import Tensor, distributed
 from megatron_rl.algorithms.objective import Objective
 from megatron_rl.checkpoints import manifest, training_state
 from megatron_rl.checkpoints.hugging_face import MAX_SHARD_BYTES
-from megatron_rl.checkpoints.rank_zero import check_on_ranks
 from megatron_rl.checkpoints.saving import HostCopies, PolicyFiles, Saving, StateFiles
 from megatron_rl.checkpoints.stored_weights import mtp_tensors
 from megatron_rl.config.derived import step_deadline_s
@@ -93,7 +92,7 @@ class Trainer:
             self._micro_batches = MicroBatches(self._topology, place, self._device.torch_device, training.max_tokens_per_micro_batch)
             teacher = teacher_path(self._objective, model) if self._objective.distillation_coef else None
             for path in dict.fromkeys(path for path in (model.path, teacher) if path is not None):
-                check_on_ranks(partial(manifest.check, path, "weights"))
+                training_state.check_on_ranks(partial(manifest.check, path, "weights"))
             build = partial(build_trained_model, model, training, self._spec, device=self._device, total_steps=total_steps)
             self._model = build(optimizer=training.optimizer)
             self._policy = passes.Policy(self._model.chunks, place, self._spec.vocab_size, temperature, training.routing_replay)
@@ -385,9 +384,9 @@ class Trainer:
         """
         self._let_go_of_state()
         self._waiting = None
-        loaded = training_state.load(Path(directory), self.trained_models(), weights_only=weights_only, checked=checked)
-        self._steps.restore(loaded.counters)
-        return loaded.changes
+        counters, changes = training_state.load(Path(directory), self.trained_models(), weights_only=weights_only, checked=checked)
+        self._steps.restore(counters)
+        return changes
 
     def save_hf(self, directory: Path | str, *, max_shard_bytes: int = MAX_SHARD_BYTES, durable: bool = True) -> None:
         """Write the policy as a Hugging Face directory, in files of at most `max_shard_bytes`.

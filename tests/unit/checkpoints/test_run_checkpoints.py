@@ -179,8 +179,8 @@ def test_a_broken_state_is_named(tmp_path: Path, text: str) -> None:
 def test_the_old_goes_only_when_the_new_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 2, keep_checkpoints=1)
     order: list[str] = []
-    sync, remove = files.sync_directory, shutil.rmtree
-    monkeypatch.setattr(files, "sync_directory", lambda path: (order.append(f"sync {path.name}"), sync(path)))
+    sync, remove = files.sync, shutil.rmtree
+    monkeypatch.setattr(files, "sync", lambda path: (order.append(f"sync {path.name}"), sync(path)))
     monkeypatch.setattr(shutil, "rmtree", lambda path, **options: (order.append(f"remove {path.name}"), remove(path, **options)))
     save(tmp_path, 4, keep_checkpoints=1)
     assert order[-2:] == ["sync checkpoints", "remove .step-000002.partial"]

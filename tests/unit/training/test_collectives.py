@@ -26,8 +26,10 @@ ELSEWHERE = {
     "_holders: all_gather_object": "pipeline or expert ranks: before weights are exported, outside of steps",
     "_gathered: all_gather": "tensor- or expert-parallel ranks: while weights are exported, outside of steps",
     "_from_owner: broadcast": "pipeline or expert ranks: while weights are exported, outside of steps",
-    "check_on_ranks: all_gather_object": "all ranks: what became of each rank's share of the files, outside of steps",
-    "on_rank_zero: broadcast_object_list": "all ranks: what became of rank 0's files, outside of steps",
+    "check_on_ranks: all_gather": "all ranks: what became of each rank's share of the files, outside of steps",
+    "StateFiles.__init__: broadcast": "all ranks: what became of rank 0's directory of a save, outside of steps",
+    "_Planning.save: reduce_scatter": "all ranks: the plan of a save, outside of steps",
+    "Saving.finish: all_reduce": "all ranks: what became of each rank's files of a save, outside of steps",
 }
 
 
@@ -42,8 +44,8 @@ def functions(tree: ast.AST, outer: str = "") -> Iterator[tuple[str, ast.AST]]:
 
 
 def aliases(tree: ast.AST) -> set[str]:
-    """The names under which a file has torch.distributed or something out of it."""
-    found = {"torch.distributed"}
+    """The names under which a file has torch.distributed or something out of it; `all_ranks` of checkpoints is its wrapper."""
+    found = {"torch.distributed", "all_ranks()"}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.asname for alias in node.names if alias.name == "torch.distributed" and alias.asname}
