@@ -14,27 +14,12 @@ from torch.distributed import distributed_c10d as c10d
 from megatron_rl.engines.client import EngineClient
 from megatron_rl.errors import EngineError
 from megatron_rl.rendezvous import serve_store
-from megatron_rl.weights.transport import (
-    Surroundings,
-    WeightSender,
-    WeightSource,
-    WeightSpec,
-    WeightTransport,
-    fill_buckets,
-    make_buckets,
-    num_bucket_bytes,
-    take_all,
-    updating,
-)
+from megatron_rl.weights.transport import BucketTransport, Surroundings, WeightSender, WeightSource, WeightSpec, fill_buckets, take_all
 
 
 @dataclass(frozen=True, slots=True)
 class BroadcastGroup:
-    """The members of a group: the trainer as rank 0 at `address`:`port`, then the ranks of the
-    engines.
-
-    `backend` is gloo or nccl.
-    """
+    """A group on gloo or nccl: the trainer as rank 0 at `address`:`port`, then the ranks of the engines."""
 
     address: str
     port: int
@@ -80,20 +65,14 @@ class BroadcastSender(WeightSender):
             take_all(weights)
 
     def close(self) -> None:
-        """Leave the group. Engines still waiting for weights then see closed connections.
-
-        The connections end with the last reference to the group.
-        """
+        """Leave the group; its connections, at which engines may wait, end with the last reference to it."""
         group, self._group = self._group, None
         if group is not None:
             dist.destroy_process_group(group)
 
 
 def _broadcast(flat: Tensor, group: dist.ProcessGroup) -> str | None:
-    """Send; return the reason of a failure as text, else None.
-
-    The traceback of torch's error would keep the group, and the connections have to end.
-    """
+    """Send; return the reason of a failure as text: the traceback of torch's error would keep the group open."""
     try:
         dist.broadcast(flat, src=0, group=group)
     except RuntimeError as error:
@@ -104,9 +83,8 @@ def _broadcast(flat: Tensor, group: dist.ProcessGroup) -> str | None:
 def join_as_sender(group: BroadcastGroup, *, timeout_s: float) -> dist.ProcessGroup:
     """Open the group as rank 0 and wait until all engines have joined.
 
-    The engines build their side outside of the trainer's default group. torch's public `new_group`
-    cannot express such a group, so this function calls the private one below (the same signature in
-    torch 2.9 to 2.14).
+    torch's public `new_group` cannot express a group with members outside of the trainer's default group, so this
+    calls the private function below (the same signature in torch 2.9 to 2.14).
     """
     timeout = timedelta(seconds=timeout_s)
     store = serve_store(group.address, port=group.port, num_clients=group.world_size, timeout_s=timeout_s)
@@ -129,8 +107,7 @@ def join_as_sender(group: BroadcastGroup, *, timeout_s: float) -> dist.ProcessGr
 def _unbound_default_group() -> Iterator[None]:
     """Hide the device of the trainer's default group, if there is one.
 
-    torch makes a group from a bound default group by splitting the default communicator. A split
-    would wait for all ranks of the trainer, and the engines' ranks are not members.
+    torch would split the communicator of a bound default group, which waits for all ranks of the trainer.
     """
     if not dist.is_initialized():
         yield
@@ -146,12 +123,13 @@ def _unbound_default_group() -> Iterator[None]:
 # The engines' end
 
 
-class BroadcastTransport(WeightTransport):
+class BroadcastTransport(BucketTransport):
     """Directs engines to receive bucket by bucket while the ranks send. Ranks of the engines follow rank 0, engine by engine."""
 
     plan: BroadcastPlan
 
     def __init__(self, surroundings: Surroundings) -> None:
+        super().__init__(surroundings)
         address, port = surroundings.free_address()
         self._ranks_per_engine = surroundings.ranks_per_engine
         self._group = BroadcastGroup(
@@ -162,9 +140,7 @@ class BroadcastTransport(WeightTransport):
             name=f"weights-{uuid.uuid4().hex}",
             backend=surroundings.backend,
         )
-        self.plan = BroadcastPlan(
-            self._group, make_buckets(surroundings.manifest, max_bytes=surroundings.bucket_bytes), surroundings.timeout_s
-        )
+        self.plan = BroadcastPlan(self._group, self.buckets, surroundings.timeout_s)
 
     async def connect(self, clients: Sequence[EngineClient]) -> None:
         """Let every engine join the group."""
@@ -187,22 +163,13 @@ class BroadcastTransport(WeightTransport):
         """Let an engine leave the group."""
         await client.leave_group(self._group.name)
 
-    async def deliver(self, client: EngineClient, *, version: int) -> None:
-        """Let an engine receive every bucket; the version comes with the last bucket.
-
-        Half of the weights therefore never count as new ones.
-        """
-        buckets = self.plan.buckets
-        async with updating(client):
-            for number, bucket in enumerate(buckets):
-                await client.receive_bucket(
-                    [spec.name for spec in bucket],
-                    dtypes=[spec.dtype for spec in bucket],
-                    shapes=[spec.shape for spec in bucket],
-                    group=self._group.name,
-                    version=version if number == len(buckets) - 1 else None,
-                )
-
-    def finish(self, *, version: int) -> int:
-        """Nothing is left behind."""
-        return sum(map(num_bucket_bytes, self.plan.buckets))
+    async def take(self, client: EngineClient, number: int, *, version: int, is_last: bool) -> None:
+        """Let an engine receive a bucket."""
+        bucket = self.buckets[number]
+        await client.receive_bucket(
+            [spec.name for spec in bucket],
+            dtypes=[spec.dtype for spec in bucket],
+            shapes=[spec.shape for spec in bucket],
+            group=self._group.name,
+            version=version if is_last else None,
+        )

@@ -34,10 +34,7 @@ class Changes:
     quantise: bool = False
 
     def apply(self, name: str, tensor: Tensor, rule: Rule | None) -> list[tuple[str, Tensor]]:
-        """Return the changed tensors, by name, of the `tensor`, of any shape, called `name`.
-
-        `rule` is the rule of the tensor's parameter.
-        """
+        """Return by name what becomes of the `tensor`, of any shape, called `name`, of the parameter of `rule`."""
         if self.adapter is not None:
             tensor = self.adapter.merged(name, tensor)
         tensor = tensor.to(self.dtype_of(name, tensor.dtype, rule))
@@ -54,10 +51,7 @@ class Changes:
 
 
 def is_quantised(name: str, num_dimensions: int, rule: Rule | None) -> bool:
-    """Return true for a weight multiplied in float8 by engines.
-
-    False for embeddings, head, norms, routers and stacks of experts.
-    """
+    """Return true for a weight that engines multiply in float8: no embedding, head, norm, router or stack of experts."""
     if rule is None or rule.sharding is Sharding.VOCABULARY or num_dimensions != 2 or not name.endswith(".weight"):
         return False
     return not rule.megatron.endswith((".router.weight", ".shared_experts.gate_weight"))
@@ -120,10 +114,7 @@ class Adapter:
             raise UserError(f"adapter {path} changes {strangers[0]}, which the model does not have; give the adapter of this model")
 
     def merged(self, name: str, weight: Tensor) -> Tensor:
-        """Return `weight` [R, C] with the adapter, computed in float32 and rounded once.
-
-        Other tensors are returned unchanged.
-        """
+        """Return `weight` [R, C] with the adapter, computed in float32 and rounded once; others unchanged."""
         pair = self._pairs.get(name)
         if pair is None:
             return weight
@@ -175,8 +166,7 @@ class Adapter:
 
 def _check_plain(config: dict[str, Any], file: Path) -> None:
     plain = {"peft_type": "LORA", "use_dora": False, "bias": "none", "fan_in_fan_out": False, "modules_to_save": None, "lora_bias": False}
-    plain["layer_replication"] = None
-    for key, needed in plain.items():
+    for key, needed in (plain | {"layer_replication": None}).items():
         value = config.get(key, needed)
         if value != needed and (value or needed):
             raise UserError(f"{file} has {key} = {value!r}, only {needed!r} can be merged; merge this adapter with PEFT")

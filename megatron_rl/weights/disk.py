@@ -1,6 +1,4 @@
-"""Weights through a shared directory: the ranks write a Hugging Face directory, every engine
-reads.
-"""
+"""Weights through a shared directory: the ranks write a Hugging Face directory, every engine reads."""
 
 import shutil
 from dataclasses import dataclass
@@ -34,11 +32,8 @@ class DiskSender(WeightSender):
         self._source, self._plan = source, plan
 
     def send(self, *, version: int) -> None:
-        """Write a directory, in files as small as buckets, because rank 0 holds a whole file.
-
-        Engines read the files from the memory of the file system, before the removal of the
-        directory: nobody waits for the disk.
-        """
+        """Write a directory, in files as small as buckets, because rank 0 holds a whole file."""
+        # Not durable: engines read the files from the memory of the file system before their removal.
         self._source.save_hf(self._plan.path(version), max_shard_bytes=self._plan.bucket_bytes, durable=False)
 
 

@@ -4,10 +4,11 @@
     fill a bucket, offer it --> ask for it, POST its handle --> map it, copy it
     drop it                 <-- taken                       <-- answer
 
-Every tensor parallel rank of an engine takes the buckets of the Megatron rank on its own GPU, of which a store carries handles of a few
-hundred bytes. Each bucket is in memory of its own: SGLang answers before a GPU has copied, and torch keeps memory that is dropped until
-the other process has let go of it, but not from being written. On the CPU, where one rank serves all ranks of an engine, each of these has
-memory of its own, too, because SGLang's loaders may write into it: that of gpt-oss sets a bias to zero on all ranks but the first.
+Every tensor parallel rank of an engine takes the buckets of the Megatron rank on its own GPU, of which a store
+carries handles of a few hundred bytes. Each bucket is in memory of its own: SGLang answers before a GPU has copied,
+and torch keeps memory that is dropped until the other process has let go of it, but not from being written. On the
+CPU, where one rank serves all ranks of an engine, each of these has memory of its own, too, because SGLang's
+loaders may write into it: that of gpt-oss sets a bias to zero on all ranks but the first.
 """
 
 import asyncio
@@ -36,18 +37,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.leftovers import SHARED_MEMORY, Scratch, scratch_directory
 from megatron_rl.process_variables import ALLOCATOR_VARIABLES
 from megatron_rl.rendezvous import join_store, serve_store
-from megatron_rl.weights.transport import (
-    Surroundings,
-    WeightSender,
-    WeightSource,
-    WeightSpec,
-    WeightTransport,
-    fill_buckets,
-    make_buckets,
-    num_bucket_bytes,
-    take_all,
-    updating,
-)
+from megatron_rl.weights.transport import BucketTransport, Surroundings, WeightSender, WeightSource, WeightSpec, fill_buckets, take_all
 
 POLL_S = 0.002
 GIVEN_UP = b"given up"
@@ -77,9 +67,7 @@ class Seat:
 
 @dataclass(frozen=True, slots=True)
 class IpcPlan:
-    """A rank's input: the store of rank 0 at `address`:`port`, and the `seats` of ranks beside
-    engines.
-    """
+    """A rank's input: the store of rank 0 at `address`:`port`, and the `seats` of ranks beside engines."""
 
     address: str
     port: int
@@ -102,18 +90,13 @@ class IpcPlan:
 
 
 class IpcSender(WeightSender):
-    """The giver of weights: all ranks gather, and a rank with `seats` offers every bucket to each
-    seat.
-    """
+    """The giver of weights: all ranks gather, and a rank with `seats` offers every bucket to each seat."""
 
     def __init__(self, source: WeightSource, plan: IpcPlan, *, seats: Sequence[Seat], store: Store | None) -> None:
         self._source, self._plan, self._seats, self._store = source, plan, tuple(seats), store
 
     def send(self, *, version: int) -> None:
-        """Offer bucket by bucket, with two buckets per seat at a time.
-
-        One bucket is filled while engines take the one before.
-        """
+        """Offer bucket by bucket, two per seat at a time: one is filled while engines take the one before."""
         weights = self._source.weights(receivers=tuple(self._plan.seats))
         try:
             if self._seats:
@@ -147,11 +130,10 @@ class IpcSender(WeightSender):
             self._store.set(seat.offer(version, number), handle_of(flat, self._plan.buckets[number]))
 
     def _those_that_took(self, offered: Mapping[Seat, Tensor], *, version: int, number: int) -> tuple[Seat, ...]:
-        """Wait until all users are done with each seat's `offered` bucket; return the seats of
-        takers.
+        """Wait until all users are done with each seat's `offered` bucket; return the seats of takers.
 
-        The other seats get no further offer. A handle that nobody opens counts as a user for ever:
-        a file's handle is then counted out, a GPU's bucket stays until the rank ends.
+        A handle that nobody opens counts as a user for ever: a file's is counted out, a GPU's bucket stays until
+        the rank ends.
         """
         assert self._store is not None, "a rank with seats joins the store"
         self._store.wait([seat.taken(version, number) for seat in offered], timedelta(seconds=self._plan.timeout_s))
@@ -192,10 +174,9 @@ def check_allocator() -> None:
 
 
 def allocate_shared(num_bytes: int, device: torch.device) -> Tensor:
-    """Return memory [num_bytes] uint8 for sharing with other processes.
+    """Return memory [num_bytes] uint8 for sharing with other processes: any of a GPU, on the CPU a file of /dev/shm.
 
-    The memory is any of a GPU, and a file of /dev/shm on the CPU. Raises UserError where /dev/shm
-    has no room.
+    Raises UserError where /dev/shm has no room.
     """
     if device.type == "cuda":
         # Buckets released by engines become free only after a check.
@@ -214,10 +195,10 @@ def allocate_shared(num_bytes: int, device: torch.device) -> Tensor:
 
 
 def memory_of_seats(flat: Tensor, seats: Sequence[Seat]) -> dict[Seat, Tensor]:
-    """Return memory for each of `seats` with the content of `flat` [bytes] uint8.
+    """Return memory for each of `seats` with the content of `flat` [bytes] uint8, which the first seat takes itself.
 
-    On the CPU each seat gets a file, and the first seat takes `flat` itself. On a GPU a rank has
-    one seat for each engine beside, and no two ranks of an engine share a bucket.
+    On the CPU each seat gets a file. On a GPU a rank has one seat for each engine beside, and no two ranks of an
+    engine share a bucket.
     """
     offered = dict.fromkeys(seats, flat)
     for seat in seats[1:] if not flat.is_cuda else ():
@@ -226,21 +207,16 @@ def memory_of_seats(flat: Tensor, seats: Sequence[Seat]) -> dict[Seat, Tensor]:
 
 
 def shared_files(flat: Tensor) -> list[Path]:
-    """Return the leftovers of `flat` [bytes] uint8 after a kill of this process and of torch's
-    helper.
-
-    The leftovers are the file and the helper's directory.
-    """
+    """Return the file of `flat` [bytes] uint8 and the directory of torch's helper, which a kill of both leaves behind."""
     helper, name, _ = flat.untyped_storage()._share_filename_cpu_()
     return [SHARED_MEMORY / name.decode().lstrip("/"), Path(helper.decode()).parent]
 
 
 def handle_of(flat: Tensor, bucket: Sequence[WeightSpec]) -> str:
-    """Return the handle of `flat` [bytes] uint8, with the tensors of `bucket`, for SGLang.
+    """Return the handle of `flat` [bytes] uint8, with the tensors of `bucket`, for one process, counted as a user.
 
-    The form is SGLang's `flattened_bucket`. SGLang unpickles the handle with functions of torch,
-    and the description of the tensors with plain records: all else is refused. A handle is for one
-    process, counted as a user.
+    The form is SGLang's `flattened_bucket`. SGLang unpickles the handle with functions of torch, and the description
+    of the tensors with plain records: all else is refused.
     """
     metadata, start = [], 0
     for spec in bucket:
@@ -254,10 +230,9 @@ def handle_of(flat: Tensor, bucket: Sequence[WeightSpec]) -> str:
 
 
 class _HandlePickler(ForkingPickler):
-    """A pickler with handles in place of memory. A GPU goes by its UUID.
+    """A pickler with handles in place of memory. A GPU goes by its UUID: its number is another one in the engine.
 
-    The GPU's number is another one in the engine. For a file torch's own pickler writes the
-    descriptor, for a socket with authentication.
+    For a file torch's own pickler writes the descriptor, for a socket with authentication.
     """
 
     def reducer_override(self, obj: Any) -> Any:
@@ -276,23 +251,18 @@ class _HandlePickler(ForkingPickler):
 # The engines' end
 
 
-class IpcTransport(WeightTransport):
+class IpcTransport(BucketTransport):
     """The engines' end: every engine gets the handles of the ranks beside it, bucket by bucket."""
 
     plan: IpcPlan
 
     def __init__(self, surroundings: Surroundings) -> None:
+        super().__init__(surroundings)
         self._engine_seats = {
             url: tuple(Seat(url, tp_rank) for tp_rank in range(surroundings.ranks_per_engine)) for url in surroundings.ranks_beside
         }
         address, port = surroundings.free_address()
-        self.plan = IpcPlan(
-            address=address,
-            port=port,
-            seats=_seats_of_ranks(surroundings),
-            buckets=make_buckets(surroundings.manifest, max_bytes=surroundings.bucket_bytes),
-            timeout_s=surroundings.timeout_s,
-        )
+        self.plan = IpcPlan(address, port, _seats_of_ranks(surroundings), self.buckets, surroundings.timeout_s)
         self._store: Store
 
     async def connect(self, clients: Sequence[EngineClient]) -> None:
@@ -308,26 +278,18 @@ class IpcTransport(WeightTransport):
             join_store, plan.address, port=plan.port, num_clients=1 + len(plan.seats), timeout_s=plan.timeout_s
         )
 
-    async def deliver(self, client: EngineClient, *, version: int) -> None:
-        """Let an engine take every bucket; the version comes with the last bucket.
-
-        Half of the weights therefore never count as new ones.
-        """
-        seats, num_buckets = self._engine_seats[client.address.url], len(self.plan.buckets)
-        async with updating(client):
-            for number in range(num_buckets):
-                handles = [await self._offered(seat.offer(version, number)) for seat in seats]
-                await client.take_bucket(handles, version=version if number == num_buckets - 1 else None)
-                for seat in seats:
-                    self._store.set(seat.taken(version, number), "")
+    async def take(self, client: EngineClient, number: int, *, version: int, is_last: bool) -> None:
+        """Let an engine take a bucket by the handles of its seats."""
+        seats = self._engine_seats[client.address.url]
+        handles = [await self._offered(seat.offer(version, number)) for seat in seats]
+        await client.take_bucket(handles, version=version if is_last else None)
+        for seat in seats:
+            self._store.set(seat.taken(version, number), "")
 
     def give_up(self, client: EngineClient, *, version: int) -> None:
-        """Stop the ranks' offers to one engine; the ranks go on to the remaining engines.
-
-        A rank reads the notice at its present bucket.
-        """
+        """Stop the ranks' offers to one engine, at their present bucket; the ranks go on to the remaining engines."""
         with contextlib.suppress(torch.distributed.DistNetworkError):  # rank 0 is gone, and so is who would wait
-            for number in range(len(self.plan.buckets)):
+            for number in range(len(self.buckets)):
                 for seat in self._engine_seats[client.address.url]:
                     self._store.set(seat.taken(version, number), GIVEN_UP.decode())
 
@@ -339,16 +301,9 @@ class IpcTransport(WeightTransport):
         self._store.delete_key(key)
         return handle
 
-    def finish(self, *, version: int) -> int:
-        """Nothing is left behind."""
-        return sum(map(num_bucket_bytes, self.plan.buckets))
-
 
 def _seats_of_ranks(surroundings: Surroundings) -> dict[int, tuple[Seat, ...]]:
-    """Return the seats of every rank beside an engine.
-
-    On the CPU an engine has one slot, and one rank has all seats.
-    """
+    """Return the seats of every rank beside an engine; on the CPU, where an engine has one slot, one rank has all."""
     seats: dict[int, tuple[Seat, ...]] = {}
     for url, ranks in surroundings.ranks_beside.items():
         assert surroundings.ranks_per_engine % len(ranks) == 0, f"{surroundings.ranks_per_engine} ranks of {url} beside ranks {ranks}"

@@ -43,10 +43,9 @@ Checksums = Mapping[str, Mapping[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Largest |engine - trainer| over sampled tokens by rounding: median, mean, share of outliers.
+    """Largest |engine - trainer| of sampled tokens by rounding: median and mean in nats, `share` above `outlier` nats.
 
-    Median and mean are in nats; `share` counts tokens above `outlier` nats. A mean counts in
-    float32 alone: elsewhere few tokens at a tie of two experts or two logits decide the mean.
+    A mean counts in float32 alone: elsewhere few tokens at a tie of two experts or two logits decide the mean.
     """
 
     median: float
@@ -99,10 +98,7 @@ class ParityReport:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampledProbe:
-    """Continuations with log-probs from the engines, `recorded` with the experts too.
-
-    `engines` [B] numbers the makers.
-    """
+    """Continuations with log-probs from engines, `recorded` with the experts too; `engines` [B] numbers the makers."""
 
     batch: TrainBatch
     recorded: TrainBatch
@@ -114,10 +110,7 @@ class SampledProbe:
 
 
 async def weight_checksums(pool: EnginePool) -> Checksums:
-    """Return the checksums of every member's weights, without members that die meanwhile.
-
-    Raises EngineRefusal and EngineError.
-    """
+    """Return the checksums of every member's weights, without members that die meanwhile. Raises EngineError."""
     members = pool.membership.members
     answers = await asyncio.gather(*(pool.unless_it_leaves(client, client.checksums()) for client in members))
     return {client.address.url: answer for client, answer in zip(members, answers, strict=True) if answer is not None}
@@ -131,13 +124,10 @@ def check_replaced(before: Checksums, after: Checksums) -> None:
 
 
 async def check_read(path: Path, pool: EnginePool, after: Checksums, *, timeout_s: float) -> None:
-    """Let one engine read the checkpoint at `path`, and compare all engines' synced weights with
-    it.
+    """Let one engine read the checkpoint at `path`, and compare all engines' synced weights with it.
 
-    Raises:
-        ParityError: a weight differs, because of a wrong conversion or a wrong transport.
-        EngineError, DeadlineError: the engine cannot read the checkpoint within `timeout_s` seconds. The engine has to get
-            the weights once more.
+    Raises ParityError when a weight differs, because of a wrong conversion or a wrong transport; EngineError or
+    DeadlineError when the engine cannot read within `timeout_s` seconds, and has to get the weights once more.
     """
     reader = pool.membership.members[0]
     await reader.load_weights(path, version=0, timeout_s=timeout_s)
@@ -160,10 +150,9 @@ def _refuse(names: Sequence[str], weights: Mapping[str, str], which: str) -> Non
 
 
 async def sample_probe(prompts: Sequence[Prompt], pool: EnginePool, *, sampling: Sampling) -> SampledProbe:
-    """Let every member of `pool` continue `prompts` with `sampling`, at most PROBE_TOKENS far.
+    """Let every member of `pool` that does not die continue `prompts` with `sampling`, at most PROBE_TOKENS far.
 
-    A member that dies is left out. Raises EngineError when one fails and stays in the pool, or all
-    have died.
+    Raises EngineError when one fails and stays in the pool, or all have died.
     """
     members, quarter = pool.membership.members, max(1, pool.address.context_length // 4)
     starts = [prompt.token_ids[: min(PROBE_PROMPT_TOKENS, quarter)] for prompt in prompts]
@@ -188,11 +177,10 @@ async def sample_probe(prompts: Sequence[Prompt], pool: EnginePool, *, sampling:
 
 
 def check_probe(probe: SampledProbe, log_probs: Callable[..., Floats], *, limits: Limits, replays: bool) -> dict[str, Metric]:
-    """Compare every engine with `log_probs(batch, temperature=…)`, the trainer's [T].
+    """Compare every engine with `log_probs(batch, temperature=…)`, the trainer's [T]; return metrics of the worst.
 
-    The metrics are those of the worst engine. With `replays` the trainer takes the engine's
-    experts; the mean difference without replay is a metric of its own. Raises ParityError as
-    `check_parity`.
+    With `replays` the trainer takes the engine's experts; the mean difference without is a metric of its own.
+    Raises ParityError as `check_parity`.
     """
     batch, engine_T = probe.batch, probe.batch.rollout_log_probs
     assert engine_T is not None, "engines return log-probs"
@@ -211,11 +199,7 @@ def check_probe(probe: SampledProbe, log_probs: Callable[..., Floats], *, limits
 
 
 def check_parity(engine_T: Floats, trainer_T: Floats, *, mask_T: Bools, limits: Limits) -> ParityReport:
-    """Compare log-probs [T] where the mask [T] is True.
-
-    Raises:
-        ParityError: a difference is not finite, or median, mean or share of outliers exceed `limits`.
-    """
+    """Compare log-probs [T] where the mask [T] is True. Raises ParityError for differences not finite or over `limits`."""
     difference = np.abs(engine_T[mask_T].astype(np.float64) - trainer_T[mask_T])
     report = ParityReport(
         median=float(np.median(difference)),

@@ -37,15 +37,12 @@ class Ranks(Protocol):
 
     def begin_open_sender(self, plan: SenderPlan) -> "Sequence[Future[Any]]":
         """Let every rank open its end of the transport."""
-        ...
 
     def begin_close_sender(self) -> "Sequence[Future[Any]]":
         """Let every rank close its open end."""
-        ...
 
     def begin_send(self, *, version: int) -> "Sequence[Future[Any]]":
         """Let every rank send the current weights."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,23 +54,18 @@ class Connection:
 
 
 class WeightSync:
-    """Syncs of the members of `pool` with the trainer's `ranks`, through a transport of
-    `make_transport`.
+    """Syncs of the members of `pool` with the trainer's `ranks`, each at most `timeout_s` seconds with all repetitions.
 
-    `make_transport` makes a transport for engines at some URLs. After a new epoch of the membership
-    the transport is closed at both ends and a new one opened for the present members, before
-    anything is sent: the sync does not wait for an engine that left, and an engine that joined gets
-    the weights. The pool may give requests to an engine only after the engine got and confirmed the
-    weights (`EnginePool.admit`). An engine that joins during a sync counts from the next sync on.
+    After a new epoch of the membership the transport is closed at both ends and a new one made for the present
+    members, before anything is sent: the sync does not wait for an engine that left, and an engine that joined gets
+    the weights. The pool may give requests to an engine only after the engine got and confirmed the weights
+    (`EnginePool.admit`). An engine that joins during a sync counts from the next sync on.
 
-    When a sync fails and a dead member leaves, the others get the same version once more from the
-    start, over a new transport; an engine with a part of the weights stays paused until it has all.
-    A sync fails nevertheless where the last engine dies, and where one dies during the joining of a
-    process group, because all join or none. NCCL's behaviour is not known here: engines that wait
-    on their GPUs for the dead one are out of reach of calls, so the deadline may end the sync. With
-    disk and ipc no engine waits for another.
-
-    Connecting and each sync, with all repetitions, may take `timeout_s` seconds.
+    When a sync fails and a dead member leaves, the others get the same version once more from the start, over a new
+    transport; an engine with a part of the weights stays paused until it has all. A sync fails nevertheless where
+    the last engine dies, and where one dies during the joining of a process group, because all join or none. NCCL's
+    behaviour is not known here: engines that wait on their GPUs for the dead one are out of reach of calls, so the
+    deadline may end the sync. With disk and ipc no engine waits for another.
     """
 
     def __init__(self, make_transport: MakeTransport, *, ranks: Ranks, pool: EnginePool, timeout_s: float) -> None:
@@ -92,29 +84,20 @@ class WeightSync:
     async def run(self, *, version: int) -> dict[str, Metric]:
         """Give every member the trainer's current weights as `version`.
 
-        Raises:
-            EngineError: an engine failed, or serves another version afterwards, or there is none.
-            DeadlineError: the sync took too long; the message names who is missing.
+        Raises EngineError when an engine failed, or serves another version afterwards, or there is none, and
+        DeadlineError, with the names of who is missing, when the sync took too long.
         """
-        deadline = self._deadline()
-        num_bytes = None
-        while num_bytes is None:
-            num_bytes = await self._move(await self._connect(deadline), version=version, deadline=deadline)
+        deadline, everywhere = self._deadline(), False
+        while not everywhere:
+            connection = await self._connect(deadline)
+            try:
+                everywhere = await self._deliver(connection, version=version, deadline=deadline)
+            finally:
+                num_bytes = await asyncio.to_thread(connection.transport.finish, version=version)
         return {"weights/version": Last(version), "weights/bytes": Sum(num_bytes)}
 
-    async def _move(self, connection: Connection, *, version: int, deadline: float) -> int | None:
-        """Return the bytes got and served by every member; None when a member died.
-
-        After None no work of this attempt goes on.
-        """
-        try:
-            everywhere = await self._deliver(connection, version=version, deadline=deadline)
-        finally:
-            num_bytes = await asyncio.to_thread(connection.transport.finish, version=version)
-        return num_bytes if everywhere else None
-
     async def _deliver(self, connection: Connection, *, version: int, deadline: float) -> bool:
-        """Return True when every member serves the weights, False when a member died."""
+        """Return True when every member serves the weights, False when one died and no work of this attempt goes on."""
         transport, members = connection.transport, connection.membership.members
         sending = _named(self._ranks.begin_send(version=version))
         receiving: dict[EngineClient, asyncio.Future[None]] = {}
@@ -179,9 +162,8 @@ class WeightSync:
     ) -> None:
         """Wait until all work of a failed sync has ended, and close both ends.
 
-        In a process group each end waits for the other: the ranks' sending ends when all engines
-        that take no more have left, and the engines' receiving ends when the ranks have closed
-        their end.
+        In a process group each end waits for the other: the ranks' sending ends when all engines that take no more
+        have left, and the engines' receiving ends when the ranks have closed their end.
         """
         connection, self._connection = self._connection, None
         assert connection is not None, "something was sent"

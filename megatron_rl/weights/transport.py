@@ -1,14 +1,14 @@
 """The form of a transport of weights: buckets, the ranks' end, the engines' end, and the input of both.
 
-A sync moves few large buckets instead of many small tensors. Trainer and engine agree on the
-buckets before the first byte moves: names, dtypes and shapes follow from the manifest.
+A sync moves few large buckets instead of many small tensors. Trainer and engine agree on the buckets before the
+first byte moves: names, dtypes and shapes follow from the manifest.
 """
 
 import collections
 import itertools
 import math
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron_rl.engines.client import EngineClient
 from megatron_rl.errors import EngineError
+from megatron_rl.files import runs_of_bytes
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.weight_table import rules, tensor_shapes
 
@@ -55,21 +56,16 @@ class WeightSpec:
 
 
 def exported_specs(spec: ModelSpec, *, dtype: str) -> tuple[WeightSpec, ...]:
-    """Return the tensors of `export_hf_weights` for a model with parameters of `dtype`, in its
-    order.
+    """Return the tensors of `export_hf_weights` in its order, by the architecture alone.
 
-    `dtype` is a name such as "bfloat16". The tensors follow from the architecture alone, without
-    gathering by any rank.
+    `dtype` is the name of the parameters' dtype, such as "bfloat16".
     """
     float32 = {name for rule in rules(spec) if rule.float32 for name in rule.hugging_face}
     return tuple(WeightSpec(name, "float32" if name in float32 else dtype, shape) for name, shape in tensor_shapes(spec))
 
 
 def fused_together(name: str) -> str:
-    """Return a common name for all tensors an engine has to receive at once.
-
-    The name is the attention of a layer, else the tensor's own name.
-    """
+    """Return a common name for all tensors that an engine has to receive at once: a layer's attention, or its own."""
     module, found, _ = name.partition(_FUSED_MODULE)
     return module + found
 
@@ -77,32 +73,17 @@ def fused_together(name: str) -> str:
 def make_buckets(manifest: Sequence[WeightSpec], *, max_bytes: int = BUCKET_BYTES) -> tuple[tuple[WeightSpec, ...], ...]:
     """Cut the manifest, in order, into runs of at most `max_bytes` bytes.
 
-    Tensors possibly fused by an engine stay together: the attention of one layer, or a single
-    tensor, gets a larger bucket when needed.
+    Tensors possibly fused by an engine stay together, in a larger bucket when needed.
     """
-    buckets: list[tuple[WeightSpec, ...]] = []
-    current: list[WeightSpec] = []
-    num_bytes = 0
-    for _, run in itertools.groupby(manifest, key=lambda spec: fused_together(spec.name)):
-        unit = list(run)
-        unit_bytes = sum(spec.num_bytes for spec in unit)
-        if current and num_bytes + unit_bytes > max_bytes:
-            buckets.append(tuple(current))
-            current, num_bytes = [], 0
-        current += unit
-        num_bytes += unit_bytes
-    if current:
-        buckets.append(tuple(current))
-    _check_fused(buckets)
-    return tuple(buckets)
-
-
-def _check_fused(buckets: Sequence[Sequence[WeightSpec]]) -> None:
+    units = [list(unit) for _, unit in itertools.groupby(manifest, key=lambda spec: fused_together(spec.name))]
+    runs = runs_of_bytes(units, num_bucket_bytes, max_bytes=max_bytes)
+    buckets = tuple(tuple(itertools.chain(*run)) for run in runs)
     bucket_of: dict[str, int] = {}
     for number, bucket in enumerate(buckets):
         for spec in bucket:
             first = bucket_of.setdefault(fused_together(spec.name), number)
             assert first == number, f"{spec.name} is in bucket {number}, but an engine may fuse it with tensors of bucket {first}"
+    return buckets
 
 
 def num_bucket_bytes(bucket: Sequence[WeightSpec]) -> int:
@@ -118,12 +99,9 @@ def fill_buckets(
 ) -> Iterator[Tensor]:
     """Yield each bucket as one flat uint8 tensor [bytes], in the order of the buckets.
 
-    Each bucket is in separate memory from `allocate`(bytes, device). Without `allocate` all buckets
-    use the same memory, of the size of the largest: copy a bucket to keep the content beyond the
-    next one.
-
-    Raises:
-        ValueError: a tensor differs from its entry in the manifest, a write to a wrong place of the engine.
+    Each is in memory of its own from `allocate`(bytes, device); without, all use the memory of the largest, so
+    copy one to keep its content beyond the next. Raises ValueError when a tensor differs from its entry in the
+    manifest: it would be written to a wrong place of the engine.
     """
     source = iter(weights)
     memory: Tensor | None = None
@@ -160,17 +138,15 @@ class WeightSource(Protocol):
     def weights(self, *, receivers: Collection[int] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield every weight under its Hugging Face name, one whole tensor at a time.
 
-        The ranks `receivers` get all weights; None means all ranks. Any other rank takes part as
-        long as the gathering needs it, and gets the same or nothing.
+        The ranks `receivers` get all weights; None means all ranks. Others take part as long as the gathering
+        needs them, and get the same or nothing.
         """
-        ...
 
     def save_hf(self, directory: Path | str, *, max_shard_bytes: int, durable: bool) -> None:
-        """Write the weights as a Hugging Face directory of files of at most `max_shard_bytes`.
+        """Write a Hugging Face directory of files of at most `max_shard_bytes`, of which rank 0 holds one at a time.
 
-        Rank 0 holds one file at a time. Only a `durable` directory has to survive a power failure.
+        Only a `durable` directory has to survive a power failure.
         """
-        ...
 
 
 def take_all(weights: Iterable[object]) -> None:
@@ -190,18 +166,16 @@ class WeightSender:
 
 
 class SenderPlan(Protocol):
-    """The plan of a rank's end. The plan travels to the ranks and can be pickled."""
+    """The plan of a rank's end, which travels to the ranks and can be pickled."""
 
     def open(self, source: WeightSource, *, rank: int) -> WeightSender:
         """Open the end of `rank`, while `WeightTransport.connect` runs at the other one."""
-        ...
 
 
 class WeightTransport:
-    """The engines' end: the driver's requests to each of a fixed number of engines.
+    """The engines' end: the driver's requests to a fixed number of engines, with the `plan` of every rank's end.
 
-    `plan` is for every rank's end. With `sends_first` engines read after all sending, else both
-    happen at once.
+    With `sends_first` engines read after all sending, else both happen at once.
     """
 
     plan: SenderPlan
@@ -225,31 +199,44 @@ class WeightTransport:
         raise NotImplementedError
 
 
-@asynccontextmanager
-async def updating(client: EngineClient) -> AsyncIterator[None]:
-    """Let an engine take buckets inside the context; end the engine's update in every case.
+class BucketTransport(WeightTransport):
+    """A transport whose engines take `buckets` one after the other."""
 
-    An engine refuses a second update during the first.
-    """
-    await client.begin_weight_update()
-    try:
-        yield
-    except EngineError:
-        with suppress(EngineError):  # it is dead
-            await client.end_weight_update()
-        raise
-    await client.end_weight_update()
+    def __init__(self, surroundings: "Surroundings") -> None:
+        self.buckets = make_buckets(surroundings.manifest, max_bytes=surroundings.bucket_bytes)
+
+    async def deliver(self, client: EngineClient, *, version: int) -> None:
+        """Let an engine take every bucket, the last one with the version: half of the weights never count as new ones.
+
+        The engine's update ends in every case, because an engine refuses a second update during the first.
+        """
+        await client.begin_weight_update()
+        try:
+            for number in range(len(self.buckets)):
+                await self.take(client, number, version=version, is_last=number == len(self.buckets) - 1)
+        except EngineError:
+            with suppress(EngineError):  # it is dead
+                await client.end_weight_update()
+            raise
+        await client.end_weight_update()
+
+    async def take(self, client: EngineClient, number: int, *, version: int, is_last: bool) -> None:
+        """Let an engine take bucket `number` of `version`."""
+        raise NotImplementedError
+
+    def finish(self, *, version: int) -> int:
+        """Nothing is left behind."""
+        return sum(map(num_bucket_bytes, self.buckets))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """The surroundings of transports; each transport uses a part.
+    """The surroundings of transports, of which each uses a part.
 
-    `manifest` lists the weights in a rank's export order. `directory` is on storage shared by ranks
-    and engines, and for syncs alone. `free_address` gives an address of rank 0's node and a free
-    port there. `backend` is gloo or nccl, `timeout_s` the deadline for connecting, in seconds.
-    `ranks_beside` has the URL of every engine on the devices of Megatron ranks, and these ranks in
-    the order of the engine's own. `bucket_bytes` is the size of a message.
+    `manifest` lists the weights in a rank's export order. `directory` is on storage shared by ranks and engines, and
+    for syncs alone. `free_address` gives an address of rank 0's node and a free port there. `backend` is gloo or nccl,
+    `timeout_s` the deadline for connecting, in seconds. `ranks_beside` has the URL of every engine on the devices of
+    Megatron ranks, and these ranks in the order of the engine's own. `bucket_bytes` is the size of a message.
     """
 
     manifest: Sequence[WeightSpec]
