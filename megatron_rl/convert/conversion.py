@@ -1,7 +1,4 @@
-"""`megatron-rl convert`: a source, optional changes, and a target.
-
-The target is complete or absent.
-"""
+"""`megatron-rl convert`: a source, optional changes, and a target that is complete or absent."""
 
 import fcntl
 import math
@@ -61,32 +58,30 @@ class Converted:
 
 
 def convert(path: Path, target: Path, options: Options, *, say: Callable[[str], None] = lambda words: None) -> Converted:
-    """Convert the checkpoint at `path` into the directory `target`; `say` hears of progress. Raises UserError.
+    """Convert the checkpoint at `path` into the directory `target`, with `options.max_shard_bytes` of tensors at once.
 
-    Words with a newline at their end are there to stay. At most `options.max_shard_bytes` of tensors are held at once.
+    `say` hears of progress; words with a newline at their end are there to stay. Raises UserError.
     """
     started = time.monotonic()
     with closing(open_weights(path, config=options.config, dequantised_dtype=options.dtype)) as source:
         to = _target_format(source, options)
         _check_source(source, target, (path, source.path, source.directory), say)
-        conversion = _Conversion(source, options)
+        conversion = _Conversion(source, options, say)
         if any(map(source.config.get, MTP_KEYS)) and not options.drop_mtp and not conversion.mtp:
             say(f"{path} has no layers of multi-token prediction, and {target} promises none\n")
-        conversion.progress = Progress(say, conversion.num_bytes())
-        with _target_directory(target, conversion.num_bytes()) as partial:
+        with _target_directory(target, conversion.progress.total) as partial:
             copy_model_files(source.directory, partial, code=options.copy_code)
             entries = conversion.write_hf(partial) if to == "hf" else conversion.write_megatron(partial)
-            conversion.tell_wrong_numbers(say)
+            conversion.tell_wrong_numbers()
             conversion.state_in_config(partial)
             write_model_manifest(partial, entries, stale=conversion.mtp)
     return Converted(to, conversion.progress.num_bytes, time.monotonic() - started)
 
 
 def _check_source(source: StoredWeights, target: Path, read: Iterable[Path], say: Callable[[str], None]) -> None:
-    """Raise UserError for a damaged source, and for a `target` inside of `read`.
+    """Raise UserError for a damaged source, which no target may pass on as sound, and for a `target` inside of `read`.
 
-    A target must not pass on damage as sound data. Other changes of the source's files are named
-    through `say`.
+    Other changes of the source's files are named through `say`.
     """
     for place in read:
         # Path.resolve fails for a link to itself.
@@ -103,8 +98,7 @@ def _check_source(source: StoredWeights, target: Path, read: Iterable[Path], say
 def _target_directory(path: Path, num_bytes: int) -> Iterator[Path]:
     """Give the directory for writing `path`, for this process alone; see `atomic_directory`.
 
-    Raises UserError when `path` exists, another process writes `path`, or the disk has too little
-    room.
+    Raises UserError when `path` exists, another process writes it, or the disk has too little room.
     """
     if (path.exists() or path.is_symlink()) and (not path.is_dir() or any(path.iterdir())):
         raise UserError(f"{path} exists already; remove it or give another target")
@@ -130,10 +124,10 @@ def _target_directory(path: Path, num_bytes: int) -> Iterator[Path]:
 
 
 class _Conversion:
-    """The tensors of `source` on their way into a target."""
+    """The tensors of `source` on their way into a target; `say` hears of progress."""
 
-    def __init__(self, source: StoredWeights, options: Options) -> None:
-        self._source, self._options = source, options
+    def __init__(self, source: StoredWeights, options: Options, say: Callable[[str], None] = lambda words: None) -> None:
+        self._source, self._options, self._say = source, options, say
         self.rules = in_order(source)
         self.mtp = [name for name, rule in self.rules.items() if rule is None and of_mtp(name, source.spec)]
         if options.drop_mtp:
@@ -143,14 +137,11 @@ class _Conversion:
         adapter = None if options.adapter is None else Adapter(options.adapter, set(self.rules))
         self.changes = Changes(options.dtype, adapter, options.quantise)
         self._wrong: dict[str, int] = {}
-        self.progress = Progress(lambda words: None, 0)
+        # Codes count as if not quantised.
+        self.progress = Progress(say, sum(math.prod(shape) * self._dtype(name).itemsize for name, shape in self._shapes.items()))
 
     def _dtype(self, name: str) -> torch.dtype:
         return self.changes.dtype_of(name, self._source.dtype(name), self.rules[name])
-
-    def num_bytes(self) -> int:
-        """Bytes of the target's tensors; codes count as if not quantised."""
-        return sum(math.prod(shape) * self._dtype(name).itemsize for name, shape in self._shapes.items())
 
     def _changed(self, name: str) -> list[tuple[str, Tensor]]:
         """Return the tensors made from `name`. Numbers are checked before the conversion to codes."""
@@ -185,12 +176,14 @@ class _Conversion:
             entries |= {f"{KEPT}/{name}": entry for name, entry in beside.items()}
         return entries | write_megatron(partial, dtypes, make, spec, max_file_bytes=max_bytes)
 
-    def tell_wrong_numbers(self, say: Callable[[str], None]) -> None:
+    def tell_wrong_numbers(self) -> None:
         """Name the first tensor with non-finite numbers."""
         first = next((name for name in self.rules if name in self._wrong), None)
         if first is not None:
             bad = f"{self._wrong[first]:,} of {math.prod(self._shapes[first]):,} numbers that are not finite"
-            say(f"warning: {first} has {bad}, the first of {counted(len(self._wrong), 'such tensor')}; they are converted as they are\n")
+            self._say(
+                f"warning: {first} has {bad}, the first of {counted(len(self._wrong), 'such tensor')}; they are converted as they are\n"
+            )
 
     def state_in_config(self, partial: Path) -> None:
         """Update config.json to the written tensors."""
@@ -224,7 +217,7 @@ class Progress:
     """Count bytes, and report every few seconds the count, the rate and the remaining time."""
 
     def __init__(self, say: Callable[[str], None], total: int) -> None:
-        self._say, self._total = say, total
+        self._say, self.total = say, total
         self._started = self._last = time.monotonic()
         self.num_bytes = 0
 
@@ -236,8 +229,8 @@ class Progress:
             return
         self._last = now
         speed = self.num_bytes / max(now - self._started, 1e-9)
-        left_s = max(self._total - self.num_bytes, 0) / max(speed, 1.0)
-        self._say(f"{size(self.num_bytes)} of {size(self._total)}, {size(speed)}/s, {left_s:,.0f} s left")
+        left_s = max(self.total - self.num_bytes, 0) / max(speed, 1.0)
+        self._say(f"{size(self.num_bytes)} of {size(self.total)}, {size(speed)}/s, {left_s:,.0f} s left")
 
 
 def size(num_bytes: float) -> str:
@@ -259,10 +252,7 @@ def parse_options(*, max_shard_size: str, to: Format | None, dtype: str | None, 
 
 
 def say_on_terminal(words: str) -> None:
-    """Print progress: one changing line on a terminal, a line for each message elsewhere.
-
-    Words with a newline at their end get a line of their own everywhere.
-    """
+    """Print progress: one changing line on a terminal, a line of its own elsewhere and for words with a newline at the end."""
     changes = sys.stderr.isatty() and not words.endswith("\n")
     text = words.rstrip("\n")
     print(f"\r{text:<78}" if sys.stderr.isatty() else text, end="" if changes else "\n", file=sys.stderr, flush=True)

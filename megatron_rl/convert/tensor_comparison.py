@@ -1,7 +1,6 @@
-"""A check of a conversion tensor by tensor.
+"""A check of a conversion: exactly the requested numbers, and none moved further by float8 than necessary.
 
-The target must have exactly the requested numbers, and float8 must move no number further than
-necessary. Legend: R rows, C columns of a weight.
+Legend: R rows, C columns of a weight.
 """
 
 import dataclasses
@@ -30,8 +29,7 @@ _FLOAT32_ROUNDING = 1e-3
 class TensorComparison:
     """The tensors compared so far, the faults in words, and the error made by float8.
 
-    `largest_error` is a share of the largest number in its block, `mean_error` the mean |error| as
-    a share of the mean |number|.
+    `largest_error` is a share of the largest number in its block, `mean_error` the mean |error| over the mean |number|.
     """
 
     def __init__(self) -> None:
@@ -54,10 +52,7 @@ class TensorComparison:
         return Check(SAME, text=f"{self.num_tensors} tensors{moved if self.num_quantised else ''}")
 
     def add_quantised(self, weight: Tensor, got: Tensor) -> bool:
-        """Count `weight` [R, C] float32 and the numbers of its codes.
-
-        Return False for a number further away than its nearest code.
-        """
+        """Count `weight` [R, C] float32 and its codes' numbers; return False for one further away than the nearest code."""
         error, largest, tiny = (got - weight).abs(), _largest_of_block(weight), torch.finfo(torch.float32).tiny
         allowed = torch.maximum(weight.abs() * _HALF_STEP, (largest / _FP8.max).clamp_min(tiny) * _SMALLEST_HALF_STEP)
         self.num_quantised += 1
@@ -68,9 +63,9 @@ class TensorComparison:
 
 
 def compare_tensors(source: StoredWeights, target: StoredWeights, changes: Changes, rules: Mapping[str, Rule | None]) -> TensorComparison:
-    """Read the tensors of `rules` of `source` again, apply `changes` and compare with `target`.
+    """Read the tensors of `rules` of `source` again, apply `changes` and compare with `target`, opened in float32.
 
-    `target` is opened in float32. Codes of a quantised target are compared by their numbers.
+    Codes of a quantised target are compared by their numbers.
     """
     found, unquantised = TensorComparison(), dataclasses.replace(changes, quantise=False)
     found.wrong += _other_model(source, target)
@@ -95,10 +90,7 @@ def _other_model(source: StoredWeights, target: StoredWeights) -> Iterator[str]:
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
-    """Return true when two tensors [...] have the same numbers.
-
-    Dtypes may differ: a parameter of several tensors is stored in the widest of their dtypes.
-    """
+    """Return true when two tensors [...] have the same numbers, also where one is stored in a wider dtype."""
     widest = torch.promote_types(one.dtype, other.dtype)
     return torch.equal(one.to(widest), other.to(widest))
 

@@ -1,7 +1,4 @@
-"""Checks of a checkpoint without running the model.
-
-Files, names, shapes, dtypes and numbers are checked, and compared with config.json.
-"""
+"""Checks of a checkpoint without running the model: files, names, shapes, dtypes, numbers, compared with config.json."""
 
 import dataclasses
 import itertools
@@ -60,11 +57,9 @@ _NO_MANIFEST = "there is no manifest to compare with"
 
 
 def verify(path: Path, *, config: Path | None = None, equal_to: Path | None = None) -> Iterator[Check]:
-    """Yield a check of every promise of the checkpoint at `path`, one after the other.
+    """Yield a check of every promise of the checkpoint at `path`, the last being equality with that at `equal_to`.
 
-    The last promise is equality with the numbers of the checkpoint at `equal_to`. Raises UserError
-    before the first promise when `path` has no checkpoint, and when the other checkpoint cannot be
-    read.
+    Raises UserError before the first promise when `path` has no checkpoint, and when the other cannot be read.
     """
     check_place(path)
     if equal_to is None:
@@ -77,7 +72,7 @@ def verify(path: Path, *, config: Path | None = None, equal_to: Path | None = No
         for found in _promises(path, config):
             broken = broken or (found.promise if found.level == "broken" and found.promise in (TOGETHER, PARAMETERS) else None)
             yield found
-        yield _checked(SAME, lambda: check_equal(path, config, sound)) if broken is None else _resting_on(broken, SAME)
+        yield _checked(SAME, lambda: _check_equal(path, config, sound)) if broken is None else _resting_on(broken, SAME)
 
 
 def _promises(path: Path, config: Path | None) -> Iterator[Check]:
@@ -121,12 +116,11 @@ def _open(path: Path, config: Path | None) -> StoredWeights:
     return weights
 
 
-def check_equal(path: Path, config: Path | None, sound: StoredWeights) -> None:
+def _check_equal(path: Path, config: Path | None, sound: StoredWeights) -> None:
     """Raise UserError unless the checkpoint at `path` has the model and the numbers of `sound`.
 
-    Layers of multi-token prediction may be in one of the two alone. Without a manifest, only this
-    check shows damage of fitting shape: a bit, a transposed square, a layer in the place of
-    another, another rope base.
+    Layers of multi-token prediction may be in one of the two alone. Without a manifest, only this check shows damage
+    of fitting shape: a bit, a transposed square, a layer in the place of another, another rope base.
     """
     with closing(_open(path, config)) as source:
         spec = dataclasses.replace(source.spec, num_mtp_layers=sound.spec.num_mtp_layers)
@@ -141,10 +135,7 @@ def check_equal(path: Path, config: Path | None, sound: StoredWeights) -> None:
 
 
 def _of_manifests(path: Path, *, foreign: bool) -> Iterator[Check]:
-    """Yield a check of the manifest of the directory, or of both manifests of a saved step.
-
-    A `foreign` checkpoint is another program's, without a manifest.
-    """
+    """Yield a check of the manifest of the directory, or of both of a saved step; a `foreign` checkpoint has none."""
     if not is_torch_dist(path / "megatron"):
         yield _of_manifest(FILES, path, foreign=foreign)
         return
@@ -174,16 +165,10 @@ def _of_config(source: StoredWeights) -> Check:
         return _resting_on(FILES, CONFIG)
     if written is None:
         return Check(CONFIG, "skipped", _NO_MANIFEST)
-    return _checked(CONFIG, lambda: check_written_spec(source.directory, source.spec, written))
-
-
-def check_written_spec(path: Path, spec: ModelSpec, written: dict[str, Any]) -> None:
-    """Raise UserError when config.json describes a model different from `written`.
-
-    Models of the same shapes are told apart as well.
-    """
-    for name, got, needed in _differences(spec, written):
-        raise UserError(f"config.json in {path} gives {name} = {got}, the weights were written with {needed}; restore the config.json")
+    for name, got, needed in _differences(source.spec, written):
+        words = f"config.json in {source.directory} gives {name} = {got}, the weights were written with {needed}"
+        return Check(CONFIG, "broken", f"{words}; restore the config.json")
+    return Check(CONFIG)
 
 
 def _differences(spec: ModelSpec, written: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
@@ -218,7 +203,7 @@ def check_tokenizer(file: Path, source: StoredWeights) -> None:
 
 
 class WatchedTensors:
-    """The tensors of `source` on their way into a model, with names read so far and the first non-finite tensor."""
+    """The tensors of `source` on their way into a model, the names read so far and the first non-finite tensor."""
 
     def __init__(self, source: StoredWeights) -> None:
         self.source = source
@@ -236,11 +221,10 @@ class WatchedTensors:
 
 
 def check_parameters(tensors: WatchedTensors) -> None:
-    """Raise UserError unless `tensors` fill each number of the model and each tensor has a use.
+    """Raise UserError unless `tensors` fill each number of the model, and each is used or left out by rule.
 
-    A tensor goes into the model or is left out by rule. The model is built without memory.
-    Parameters are made one at a time, filled with a mark absent from all checkpoints, and loaded in
-    the same way as in a run. Unwritten numbers keep the mark.
+    The model is built without memory. Parameters are made one at a time, filled with a mark absent from all
+    checkpoints, and loaded in the same way as in a run. Unwritten numbers keep the mark.
     """
     source, spec = tensors.source, tensors.source.spec
     shapes = model_shapes(spec)
@@ -263,10 +247,7 @@ def check_parameters(tensors: WatchedTensors) -> None:
 def _loaded_over_marks(
     shape: tuple[int, ...], rule: Rule, source: StoredWeights, read: Callable[[str], Tensor], *, tp_rank: int, tp: int
 ) -> Tensor:
-    """Return the share of rank `tp_rank` of `tp` of the parameter of `rule`, in float32.
-
-    The parameter is [...] of `shape`. Raises UserError for unwritten numbers.
-    """
+    """Return the share [...] of rank `tp_rank` of `tp` of a parameter. Raises UserError for unwritten numbers."""
     marks = torch.full(shape, _UNWRITTEN, dtype=torch.int32)
     parameter = marks.view(torch.float32)
     load_parameter(parameter, rule, source.spec, read, tp_rank=tp_rank, tp=tp)
@@ -280,9 +261,8 @@ def _loaded_over_marks(
 def check_padding(source: StoredWeights) -> None:
     """Raise UserError unless the rows padding a vocabulary for tensor parallel ranks are zero.
 
-    Rows are checked as loaded by ranks, with as many ranks as needed to have padding. Rows are also
-    checked in a run's checkpoint, where padding stays zero because no loss depends on padding.
-    Another program's checkpoint has no manifest, and its padding holds numbers without a reader.
+    Rows are checked as loaded by as many ranks as needed to have padding, and as stored in a run's checkpoint, where
+    they stay zero because no loss depends on them. Another program's, without a manifest, may hold any numbers.
     """
     spec = source.spec
     tp = next(size for size in itertools.count(2) if spec.vocab_size % size)
@@ -312,10 +292,7 @@ def model_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 def check_numbers(tensors: WatchedTensors) -> None:
-    """Raise UserError for a non-finite number, and for a dtype different from config.json.
-
-    Tensors left out by the model are checked as well.
-    """
+    """Raise UserError for a non-finite number, also outside of the model, and for another dtype than config.json's."""
     source = tensors.source
     for name in sorted(source.names() - tensors.read_names):
         tensors.read(name)

@@ -40,6 +40,24 @@ def test_damage_ends_with_status_2(tiny_model, monkeypatch, capsys):
     assert "BROKEN  files, names and config.json belong together" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("command", [["convert"], ["verify-checkpoint"]])
+def test_a_config_that_would_not_be_read_is_refused(tiny_model, tmp_path, capsys, command):
+    path, target = tiny_model(), tmp_path / "ours"
+    status = main([*command, str(path), *([str(target)] if command == ["convert"] else []), "--config", "/nope"])
+    words = f"--config is /nope, but {path} is a Hugging Face directory with its own config.json; remove --config"
+    assert status and words in "".join(capsys.readouterr())
+    assert not target.exists()
+
+
+@pytest.mark.parametrize("place", ["/nope", "nothing"])
+def test_a_config_of_a_distributed_checkpoint_is_read(tiny_model, tmp_path, capsys, place):
+    assert main(["convert", str(tiny_model()), str(tmp_path / "ours")]) == 0
+    (tmp_path / "nothing").mkdir()
+    place = tmp_path / place
+    assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "back"), "--config", str(place)])
+    assert str(place / "config.json") in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("words", "num_bytes"), [("500MB", 500_000_000), ("4gb", 4_000_000_000), ("1.5KiB", 1536), ("123", 123)])
 def test_sizes(words, num_bytes):
     assert parse_options(max_shard_size=words, to=None, dtype=None, quantize=None).max_shard_bytes == num_bytes
