@@ -8,7 +8,6 @@ environment variable of torch turns the safety off.
 
 import enum
 import io
-import json
 import mmap
 import os
 import pickle
@@ -26,6 +25,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from megatron_rl.errors import UserError
+from megatron_rl.models.config_json import read_object
 
 _RECORDS = {
     (filesystem.__name__, "_StorageInfo"),
@@ -130,11 +130,7 @@ def reading_records_only(directory: Path) -> Iterator[None]:
 
 def _check_format(directory: Path) -> None:
     """Raise UserError unless metadata.json in `directory` names the format read by megatron-core."""
-    try:
-        named = json.loads((directory / "metadata.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{directory / 'metadata.json'} cannot be read ({error}); copy the checkpoint again") from error
-    named = named if isinstance(named, dict) else {}
+    named = read_object(directory / "metadata.json", fix="copy the checkpoint again")
     for key, needed in FORMAT.items():
         # When absent, the last three have megatron-core's default.
         got = named.get(key, None if key == "sharded_backend" else needed)

@@ -44,6 +44,8 @@ def open_weights(path: Path, *, config: Path | None = None, dequantised_dtype: t
             f"{path} is neither a Hugging Face directory (config.json and safetensors) nor a distributed checkpoint (.metadata); give one"
         )
     places = (state, state.parent / "hf", state.parent / "huggingface")
+    if config is not None and not (config / "config.json").is_file():
+        raise UserError(f"--config is {config}, which has no config.json; give the Hugging Face directory of the model of {state}")
     directory = config or next((place for place in places if (place / "config.json").exists()), None)
     if directory is None:
         raise UserError(f"checkpoint {state} has no config.json beside it; name the Hugging Face directory of its model with --config")
