@@ -32,7 +32,7 @@ REHEARSED: dict[str, str] = {
     "training/offload.py ModelMemory._release_caches": "tests/trainer/test_offload.py",
     "training/resting.py RestingWeights.__init__": TE,
     "checkpoints/saving.py StateFiles.__init__": TE,
-    "checkpoints/training_state.py _rng_state": TE,
+    "checkpoints/training_state.py _rng_object": TE,
     "checkpoints/training_state.py _set_rng_state": TE,
     "training/teacher.py build_teacher": TE,
     "training/trained_model.py build_trained_model": TE,
