@@ -22,8 +22,7 @@ def freeze(owner: object, fields: Mapping[str, type[np.generic]], *, length: int
             raise ValueError(f"{type(owner).__name__}.{name} has {array.ndim} dimensions, needs 1")
         if length is not None and len(array) != length:
             raise ValueError(f"{type(owner).__name__}.{name} has length {len(array)}, needs {length}")
-        array.setflags(write=False)
-        object.__setattr__(owner, name, array)
+        _put(owner, name, array)
 
 
 def freeze_table(owner: object, name: str, *, num_rows: int, num_columns: int) -> None:
@@ -36,8 +35,7 @@ def freeze_table(owner: object, name: str, *, num_rows: int, num_columns: int) -
         array = array.reshape(num_rows, num_columns)
     if array.shape != (num_rows, num_columns):
         raise ValueError(f"{type(owner).__name__}.{name} has shape {array.shape}, needs ({num_rows}, {num_columns})")
-    array.setflags(write=False)
-    object.__setattr__(owner, name, array)
+    _put(owner, name, array)
 
 
 def freeze_experts(owner: Any, *, length: int | None = None) -> None:
@@ -50,10 +48,12 @@ def freeze_experts(owner: Any, *, length: int | None = None) -> None:
         raise ValueError(f"{name} has type {array.dtype}, shape {array.shape}, needs uint8 or uint16 [tokens, layers, experts of a token]")
     if length is not None and len(array) != length:
         raise ValueError(f"{name} has length {len(array)}, needs {length}")
-    if array.flags.writeable:
-        array = array.copy()
-        array.setflags(write=False)
-    object.__setattr__(owner, "routed_experts", array)
+    _put(owner, "routed_experts", array.copy() if array.flags.writeable else array)
+
+
+def _put(owner: object, name: str, array: NDArray[Any]) -> None:
+    array.setflags(write=False)
+    object.__setattr__(owner, name, array)
 
 
 def check_distinct(owner: object, experts: NDArray[Any]) -> None:

@@ -27,29 +27,18 @@ _TOKEN_FIELDS: dict[str, type[np.generic]] = {"tokens": np.int64, "loss_mask": n
 """Fields [T] of a TrainBatch, with their types."""
 _OPTIONAL_FLOATS = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "values", "advantages")
 """Fields [T] of a TrainBatch that may be None."""
-_SEQUENCE_FIELDS: dict[str, type[np.generic]] = {
-    "prompt_lengths": np.int64,
-    "rewards": np.float64,
-    "group_ids": np.int64,
-    "truncated": np.bool_,
-    "trajectory_ids": np.int64,
-}
+_SEQUENCE_FIELDS: dict[str, type[np.generic]] = dict(
+    prompt_lengths=np.int64, rewards=np.float64, group_ids=np.int64, truncated=np.bool_, trajectory_ids=np.int64
+)
 """Fields [B] of a TrainBatch, with their types."""
-
-
-def _no_components() -> Doubles:
-    return np.empty((0, 0))
 
 
 class StopReason(enum.StrEnum):
     """The reason for the end of a response."""
 
-    STOP = "stop"
-    """The model emitted a stop token or stop string."""
-    LENGTH = "length"
-    """The token budget ran out: the response is truncated."""
-    ABORT = "abort"
-    """The request was aborted; the response is partial."""
+    STOP = "stop"  # a stop token or stop string
+    LENGTH = "length"  # the token budget: the response is truncated
+    ABORT = "abort"  # the end of the request: the response is partial
 
 
 class RewardOutcome(enum.StrEnum):
@@ -106,13 +95,12 @@ class Sample:
     highest `index` is the last. None: an attempt of this sample alone. `prompt` is the engine's
     input: the group's prompt, or one with other tokens and text.
 
-    Arrays have length R: `response_ids`; `loss_mask`, True where the policy chose the token and
-    trains on it; `rollout_log_probs`, nats, of the sampling distribution; `weight_versions` of the
-    weights behind each token (-1 for tokens not made by an engine).
+    Arrays have length R: `loss_mask`, True where the policy chose the token and trains on it;
+    `rollout_log_probs`, nats, of the sampling distribution; `weight_versions` of the weights behind
+    each token (-1 for tokens not made by an engine).
 
-    `routed_experts` [N, L, K] are the experts of the first N tokens of prompt and response in L
-    mixture layers, recorded by the engine, which never routes the last token of a turn: N is at
-    most P + R - 1 for one turn. None: not known.
+    `routed_experts` [N, L, K] are the engine's experts of the first N tokens of prompt and response
+    in L mixture layers. The last token of a turn is never routed: one turn has N <= P + R - 1.
     """
 
     group_id: str
@@ -181,8 +169,8 @@ def last_samples(samples: Iterable[Sample]) -> tuple[Sample, ...]:
 class Failure:
     """A trajectory without a result after all attempts of its rollout.
 
-    `cause` is one word: error, timeout or contract. `headline` is one line, equal for failures of
-    one kind and any prompt; `trace` is a traceback, where there is one.
+    `cause` is error, timeout or contract; `headline` one line, equal for failures of one kind and
+    any prompt; `trace` a traceback, where there is one.
     """
 
     cause: str
@@ -236,7 +224,7 @@ class TrainBatch:
     group_ids: Ints
     truncated: Bools
     component_names: tuple[str, ...] = ()
-    reward_components: Doubles = field(default_factory=_no_components)
+    reward_components: Doubles = field(default_factory=lambda: np.empty((0, 0)))
     routed_experts: Experts | None = None
     routed: Bools = field(default_factory=lambda: np.empty(0, np.bool_))
     old_log_probs: Floats | None = None
@@ -308,10 +296,7 @@ class TrainBatch:
         return np.add.reduceat(self.loss_mask, self.cu_seqlens[:-1], dtype=np.int64) if self.num_sequences else np.empty(0, np.int64)
 
     def select(self, rows: Ints, *, may_cut: bool = False) -> "TrainBatch":
-        """Return the sequences `rows`, in the given order, as a batch.
-
-        Raises ValueError for a part of a trajectory, unless `may_cut`: means count the others too.
-        """
+        """Return the sequences `rows`, in that order; parts of trajectories only if `may_cut`."""
         chosen = np.zeros(self.num_sequences, np.bool_)
         chosen[rows] = True
         cut = ~chosen & np.isin(self.trajectory_ids, self.trajectory_ids[rows])
@@ -335,16 +320,12 @@ class TrainBatch:
 
 @dataclass(frozen=True, slots=True)
 class StepTotals:
-    """The denominators of one optimizer step, counted once over all ranks and micro-batches.
+    """The denominators of one optimizer step, counted once over all ranks and micro-batches."""
 
-    `num_tokens` trainable tokens; `num_trajectories` and `num_sequences` with at least one of them;
-    `num_sequence_tokens`, all tokens of the counted sequences, prompts included.
-    """
-
-    num_tokens: int
-    num_trajectories: int
+    num_tokens: int  # trainable ones
+    num_trajectories: int  # with at least one trainable token, as `num_sequences`
     num_sequences: int
-    num_sequence_tokens: int
+    num_sequence_tokens: int  # all tokens of the counted sequences, prompts included
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -365,7 +346,7 @@ class Shard:
     all_group_ids: Ints
     all_trajectory_ids: Ints
     all_trainable_tokens: Ints
-    all_reward_components: Doubles = field(default_factory=_no_components)
+    all_reward_components: Doubles = field(default_factory=lambda: np.empty((0, 0)))
 
     def __post_init__(self) -> None:
         freeze(self, {"rows": np.int64}, length=self.batch.num_sequences)

@@ -28,8 +28,6 @@ def make_train_batch(groups: Sequence[Group]) -> TrainBatch:
     Samples with an error or a timeout of the reward are left out: they have no score, not a score
     of zero. Raises ValueError for a sample never given to a reward function or without the
     trajectory's reward, and UserError when no sample was scored.
-
-    Recorded experts are included; tokens without a record are marked.
     """
     whole = [(position, parts) for position, group in enumerate(groups) for parts in trajectories(group.samples)]
     kept = [(number, position, sample) for number, (position, parts) in enumerate(whole) for sample in parts if _scored(parts)]
@@ -41,15 +39,12 @@ def make_train_batch(groups: Sequence[Group]) -> TrainBatch:
             "reward function" + (f", whose first failure was: {messages[0].strip()}" if messages else "")
         )
     samples = [sample for *_, sample in kept]
-    prompt_lengths = np.array([len(sample.prompt.token_ids) for sample in samples])
-    response_lengths = np.array([len(sample.response_ids) for sample in samples])
-    ends = np.cumsum(prompt_lengths + response_lengths)
+    layout = _layout([sample.prompt.token_ids for sample in samples], [sample.response_ids for sample in samples])
+    prompt_lengths = layout["prompt_lengths"]
     components = [sample.reward.components for sample in samples if sample.reward]
     names = tuple(sorted({name for parts in components for name in parts}))
     return TrainBatch(
-        tokens=np.concatenate([part for sample in samples for part in (sample.prompt.token_ids, sample.response_ids)]),
-        cu_seqlens=np.concatenate([[0], ends]),
-        prompt_lengths=prompt_lengths,
+        **layout,
         loss_mask=_with_prompts([sample.loss_mask for sample in samples], prompt_lengths, fill=False),
         rollout_log_probs=_with_prompts([sample.rollout_log_probs for sample in samples], prompt_lengths, fill=0.0),
         weight_versions=_with_prompts([sample.weight_versions for sample in samples], prompt_lengths, fill=-1),
@@ -59,7 +54,7 @@ def make_train_batch(groups: Sequence[Group]) -> TrainBatch:
         truncated=np.array([any(part.truncated for part in whole[number][1]) for number, *_ in kept]),
         component_names=names,
         reward_components=np.array([[parts.get(name, np.nan) for name in names] for parts in components]),
-        **_routing([sample.routed_experts for sample in samples], lengths=prompt_lengths + response_lengths),
+        **_routing([sample.routed_experts for sample in samples], lengths=np.diff(layout["cu_seqlens"])),
     )
 
 
@@ -86,20 +81,18 @@ def batch_from_sequences(
     Without `rollout_log_probs` the generator is the policy before the step. Raises ValueError.
     """
     prompt_ids, response_ids = _token_rows(prompts, responses)
-    num, prompt_lengths = len(response_ids), np.array([len(ids) for ids in prompt_ids], np.int64)
+    num, layout = len(response_ids), _layout(prompt_ids, response_ids)
     attempts = list(range(num) if trajectory_ids is None else trajectory_ids)
     if len(attempts) != num:
         raise ValueError(f"batch_from_sequences got {len(attempts)} trajectory_ids, needs one for each of {num} responses")
     groups = _first_prompts(prompt_ids, attempts) if group_ids is None else group_ids
     masks = [np.ones(len(ids)) for ids in response_ids] if loss_masks is None else loss_masks
     made = [np.full(len(ids), -1 if rollout_log_probs is None else 0) for ids in response_ids]
-    flat = partial(_flat, response_ids, prompt_lengths)
+    flat = partial(_flat, response_ids, layout["prompt_lengths"])
     return TrainBatch(
-        tokens=np.concatenate([np.empty(0, np.int64), *itertools.chain(*zip(prompt_ids, response_ids, strict=True))]),
-        cu_seqlens=np.cumsum([0, *(len(prompt) + len(ids) for prompt, ids in zip(prompt_ids, response_ids, strict=True))]),
-        prompt_lengths=prompt_lengths,
+        **layout,
         loss_mask=flat("loss_masks", masks),
-        weight_versions=_with_prompts(made, prompt_lengths, fill=-1),
+        weight_versions=_with_prompts(made, layout["prompt_lengths"], fill=-1),
         rollout_log_probs=flat("rollout_log_probs", rollout_log_probs),
         old_log_probs=flat("old_log_probs", old_log_probs),
         ref_log_probs=flat("ref_log_probs", ref_log_probs),
@@ -112,29 +105,37 @@ def batch_from_sequences(
     )
 
 
+def _layout(prompts: Sequence[Ints], responses: Sequence[Ints]) -> dict[str, Any]:
+    """Return the fields of a batch that follow from the token ids alone."""
+    prompt_lengths = np.array([len(ids) for ids in prompts], np.int64)
+    return {
+        "tokens": np.concatenate([np.empty(0, np.int64), *itertools.chain(*zip(prompts, responses, strict=True))]),
+        "cu_seqlens": np.cumsum([0, *(prompt_lengths + [len(ids) for ids in responses])]),
+        "prompt_lengths": prompt_lengths,
+    }
+
+
 def _token_rows(prompts: Sequence[ArrayLike], responses: Sequence[ArrayLike]) -> tuple[list[Ints], list[Ints]]:
     """Return the ids of both, of each row [n]. Raises ValueError for other numbers and for padding."""
-    rows: dict[str, list[Ints]] = {}
-    for name, given in (("prompts", prompts), ("responses", responses)):
-        arrays = [np.asarray(ids) for ids in given]
-        for array in arrays:
-            if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
-                raise ValueError(
-                    f"batch_from_sequences got {name} with a row of type {array.dtype}, shape {array.shape}; needs token ids [n], "
-                    "without padding"
-                )
-            if array.size and array.min() < 0:
-                raise ValueError(
-                    f"batch_from_sequences got {name} with the token id {array.min()}; needs ids of 0 or more, without padding"
-                )
-        rows[name] = [array.astype(np.int64) for array in arrays]
-    shortest = min(map(len, rows["prompts"]), default=0)
+    prompt_ids, response_ids = (
+        [_token_row(ids, name) for ids in given] for name, given in (("prompts", prompts), ("responses", responses))
+    )
+    shortest = min(map(len, prompt_ids), default=0)
     if len(prompts) != len(responses) or (len(prompts) and not shortest):
         raise ValueError(
             f"batch_from_sequences got {counted(len(prompts), 'prompt')}, the shortest of {counted(shortest, 'token')}, and "
             f"{counted(len(responses), 'response')}; needs a prompt of a token or more for each response"
         )
-    return rows["prompts"], rows["responses"]
+    return prompt_ids, response_ids
+
+
+def _token_row(ids: ArrayLike, name: str) -> Ints:
+    row, got = np.asarray(ids), f"batch_from_sequences got {name} with"
+    if row.ndim != 1 or (row.size and not np.issubdtype(row.dtype, np.integer)):
+        raise ValueError(f"{got} a row of type {row.dtype}, shape {row.shape}; needs token ids [n], without padding")
+    if row.size and row.min() < 0:
+        raise ValueError(f"{got} the token id {row.min()}; needs ids of 0 or more, without padding")
+    return row.astype(np.int64)
 
 
 def _first_prompts(prompts: Sequence[Ints], trajectories: Sequence[Hashable]) -> list[Hashable]:
@@ -144,10 +145,7 @@ def _first_prompts(prompts: Sequence[Ints], trajectories: Sequence[Hashable]) ->
 
 
 def _flat(responses: Sequence[Ints], prompt_lengths: Ints, name: str, given: Sequence[ArrayLike] | None) -> Any:
-    """Return the argument `name`, a number for each token of `responses`, flat [T] with prompts.
-
-    Raises ValueError for other lengths.
-    """
+    """Return the argument `name`, a number for each token of `responses`, flat [T] with prompts."""
     if given is None:
         return None
     if len(given) != len(responses):
@@ -158,10 +156,8 @@ def _flat(responses: Sequence[Ints], prompt_lengths: Ints, name: str, given: Seq
         if name == "advantages" and row.ndim == 0:
             row = np.full(len(response), row, np.float32)
         if row.shape != response.shape:
-            raise ValueError(
-                f"batch_from_sequences got {name}[{index}] of shape {row.shape} for a response of {counted(len(response), 'token')}, "
-                "needs one each"
-            )
+            tokens = counted(len(response), "token")
+            raise ValueError(f"batch_from_sequences got {name}[{index}] of shape {row.shape} for a response of {tokens}, needs one each")
         rows.append(row)
     return _with_prompts(rows, prompt_lengths, fill=0.0)
 
@@ -173,11 +169,7 @@ def _numbered(labels: Iterable[Hashable]) -> Ints:
 
 
 def with_records(batch: TrainBatch, records: Sequence[Experts | None]) -> TrainBatch:
-    """Return the batch with the experts [N, L, K] of the first N tokens of each sequence [B].
-
-    Without any record the batch is unchanged. Raises ValueError when records are of different
-    models.
-    """
+    """Return the batch with the experts [N, L, K] of the first N tokens of each sequence [B]."""
     return dataclasses.replace(batch, **_routing(records, lengths=batch.lengths))
 
 
@@ -197,7 +189,7 @@ def _scored(parts: Sequence[Sample]) -> bool:
 
 
 def _routing(records: Sequence[Experts | None], *, lengths: Ints) -> dict[str, Any]:
-    """The fields `routed_experts` [T, L, K] and `routed` [T] of a batch of sequences of `lengths` [B]; none where no sequence has a record.
+    """Return the fields `routed_experts` and `routed` of sequences of `lengths` [B], if any is known.
 
     Raises ValueError when records are of different models.
     """

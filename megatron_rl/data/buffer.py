@@ -3,17 +3,17 @@
 Each move is a transaction. `kill -9` at any moment loses no finished sample and hands none out a
 second time. After a power failure or a kernel crash the last moves are only safe once `flush` has
 run (synchronous=NORMAL: no wait for the disk per group). So the loop calls `flush` before writing a
-checkpoint. Lost moves are then younger than the checkpoint that a resumed run starts from, and
-their groups are generated again.
+checkpoint: groups of lost moves are generated again by a run resumed from the checkpoint.
 
-During a run any program, such as the `sqlite3` shell, may read the file; only the run writes.
-`.schema` in the shell, or `buffer_rows.SCHEMA`, describes the tables.
+During a run any program may read the file; only the run writes. `.schema` in the `sqlite3` shell,
+or `buffer_rows.SCHEMA`, describes the tables.
 
     select consumed_step, sum(trained), avg(reward), avg(num_tokens) from samples
     join groups on id = group_id where outcome = 'scored' group by 1;
     numpy.frombuffer(response_ids, "<i4")
 """
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +27,8 @@ from megatron_rl.types import Failure, Group, Prompt, Sample
 
 BUFFER_FILE = "buffer.sqlite"
 """Its name in the directory of a run."""
+PENDING = "(SELECT id FROM groups WHERE state = 'pending')"
+OLDEST_DONE = "(SELECT id FROM groups WHERE state = 'done' ORDER BY position LIMIT ?)"
 
 # The cost of the queries below depends on the waiting groups alone, not on the consumed ones. The
 # index is named because SQLite would otherwise read the table, also sorted by `position`.
@@ -50,12 +52,12 @@ class BufferCounts:
 
     @property
     def waiting(self) -> int:
-        """Return the number of groups not yet consumed."""
+        """Groups not yet consumed."""
         return self.pending + self.in_flight + self.done
 
     @property
     def total(self) -> int:
-        """Return the number of all groups."""
+        """All groups."""
         return self.waiting + self.consumed
 
 
@@ -77,27 +79,20 @@ class Buffer(SqliteFile):
     """
 
     def __init__(self, path: Path, *, made_by: str = "{}", note: Callable[[str], None] = print) -> None:
-        """Open the file at `path`, new or not; `made_by` is the column's value for new samples.
-
-        `note` is called when another program keeps the file locked.
-        """
+        """Open the file at `path`, new or not; `made_by` is the column's value for new samples."""
         identity = (buffer_rows.APPLICATION_ID, buffer_rows.SCHEMA_VERSION)
         super().__init__(path, schema=buffer_rows.SCHEMA, identity=identity, note=note)
         self.made_by = made_by
         ((first,),) = self._read("SELECT min(position) FROM groups")
         self.num_gone = 0 if first is None else int(first) - 1
-        """Groups of a lost buffer, counted as consumed before the present ones.
-
-        Positions of new groups begin behind. Set only while the buffer is empty.
-        """
+        """Groups of a lost buffer, consumed before the present ones; set only in an empty buffer."""
         self.recover()
 
     def add_prompts(self, prompts: Iterable[Prompt]) -> int:
         """Add prompts as pending groups and return the number of new ones.
 
-        A prompt already present keeps its place, so a resumed run may add the prompts of a step
-        again; a pending prompt takes the new label and metadata. Raises UserError when a prompt was
-        consumed already or when the same id now has other tokens: the file of prompts has changed.
+        A present prompt keeps its place; a pending one takes the new label and metadata. Raises
+        UserError for a consumed prompt, and for other tokens of an id.
         """
         with self._transaction() as connection:
             new = 0
@@ -124,8 +119,7 @@ class Buffer(SqliteFile):
     def take_pending(self, limit: int, *, among: int | None = None) -> list[Prompt]:
         """Put up to `limit` pending groups in flight, oldest first, and return their prompts.
 
-        Returns none when `limit` is not positive. `among` restricts the choice to the first `among`
-        groups not yet consumed.
+        `among` restricts the choice to the first `among` groups not yet consumed.
         """
         chosen = f"state = 'pending' AND position IN (SELECT position FROM ({FRONT})) ORDER BY position LIMIT ?"
         # SQLite takes a negative limit for none at all.
@@ -137,10 +131,7 @@ class Buffer(SqliteFile):
         return prompts
 
     def put_samples(self, group: Group) -> None:
-        """Save the generated part of a group in flight, all or nothing, for a restart.
-
-        Replaces the part saved before. Raises ValueError as `put_done`.
-        """
+        """Save the part of a group in flight, for a restart. Raises ValueError as `put_done`."""
         with self._transaction():
             self._replace_samples(group)
 
@@ -150,11 +141,8 @@ class Buffer(SqliteFile):
         return group if group.samples or group.failures else None
 
     def put_answers(self, group_id: str, answers: Iterable[Answer]) -> None:
-        """Save engine answers for a group in flight; raises ValueError as `put_done`.
-
-        The answers stay until the samples are saved or the group is done.
-        """
-        rows = [(group_id, answer.request, answer.content, answer.min_version, answer.max_version) for answer in answers]
+        """Save answers for a group in flight until it has samples. Raises ValueError as `put_done`."""
+        rows = [(group_id, *dataclasses.astuple(answer)) for answer in answers]
         with self._transaction() as connection:
             self._check_in_flight(group_id)
             connection.executemany("INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?, ?)", rows)
@@ -173,7 +161,7 @@ class Buffer(SqliteFile):
 
     def done(self, limit: int) -> list[Group]:
         """Return up to `limit` done groups, in the order of their prompts."""
-        return self._groups("id IN (SELECT id FROM groups WHERE state = 'done' ORDER BY position LIMIT ?)", (max(limit, 0),))
+        return self._groups(f"id IN {OLDEST_DONE}", (max(limit, 0),))
 
     def consume(self, rejections: Mapping[str, str | None], *, step: int) -> None:
         """Mark done groups as consumed by `step` (from 1), by id with a reason for no training."""
@@ -197,18 +185,15 @@ class Buffer(SqliteFile):
     def renew(self, limit: int, *, oldest_version: int) -> int:
         """Drop all samples of groups with a token before `oldest_version`, of the first `limit` done.
 
-        These groups become pending again, to be generated anew. Returns the number of such groups.
-        Saved samples and answers of pending groups are dropped likewise, answer by answer.
+        Returns the number of such groups, which become pending again. Saved samples and answers of
+        pending groups are dropped likewise, answer by answer.
         """
-        front = "SELECT id FROM groups WHERE state = 'done' ORDER BY position LIMIT ?"
-        stale = f"SELECT group_id FROM samples WHERE min_version < ? AND group_id IN ({front})"
+        stale = "SELECT DISTINCT group_id FROM samples WHERE min_version < ? AND group_id IN"
         with self._transaction() as connection:
-            found = [group_id for (group_id,) in connection.execute(f"{stale} GROUP BY group_id", (oldest_version, max(limit, 0)))]
+            found = self._ids(f"{stale} {OLDEST_DONE}", (oldest_version, max(limit, 0)))
             self._move(found, "pending")
-            kept = "SELECT group_id FROM samples WHERE min_version < ? AND group_id IN (SELECT id FROM groups WHERE state = 'pending')"
-            self._drop(group_id for (group_id,) in connection.execute(f"{kept} GROUP BY group_id", (oldest_version,)).fetchall())
-            pending = "group_id IN (SELECT id FROM groups WHERE state = 'pending')"
-            connection.execute(f"DELETE FROM answers WHERE min_version < ? AND {pending}", (oldest_version,))
+            self._drop(self._ids(f"{stale} {PENDING}", (oldest_version,)))
+            connection.execute(f"DELETE FROM answers WHERE min_version < ? AND group_id IN {PENDING}", (oldest_version,))
         return len(found)
 
     def counts(self) -> BufferCounts:
@@ -233,24 +218,24 @@ class Buffer(SqliteFile):
     def rewind(self, step: int) -> dict[str, int]:
         """Go back to the checkpoint after `step` steps (1 to `step`), with weights of version `step`.
 
-        Groups consumed by later steps are handed out again. Consumed and done groups become
-        pending, and lose their samples, in three cases: a token comes from newer weights, which no
-        longer exist; the group was pruned; or other settings made the group. Failed groups become
-        pending as well, because the user may have fixed the cause: samples without a score are
-        scored again, and failed trajectories are made anew. Call before generation starts. Returns
-        the number of groups made by other settings, by those settings.
+        Groups consumed by later steps are handed out again. Groups become pending without samples
+        in three cases: a token comes from newer weights, which no longer exist; the group was
+        pruned; or other settings made the group. Failed groups become pending as well, because the
+        user may have fixed the cause: samples are scored again, and failed trajectories made anew.
+        Call before generation starts. Returns the number of groups made by other settings, by
+        those settings.
         """
         gone = "SELECT group_id FROM samples WHERE max_version > :step OR response_ids IS NULL UNION SELECT group_id FROM failures"
         waits = "(state <> 'consumed' OR consumed_step > :step)"
         clean = "consumed_step = NULL, trained = NULL, rejection = NULL, pruned = 0, updated_at = :now"
         values = {"step": step, "now": time.time(), "made_by": self.made_by}
         with self._transaction() as connection:
-            found = f"SELECT made_by, count(*) FROM groups WHERE {waits} AND made_by <> :made_by GROUP BY made_by"
-            others = dict(connection.execute(found, values))
-            anew = f"SELECT id FROM groups WHERE {waits} AND (made_by <> :made_by OR pruned > 0 OR id IN ({gone}))"
-            dropped = [group_id for (group_id,) in connection.execute(anew, values)]
-            failed = f"SELECT id FROM groups WHERE {waits} AND id IN (SELECT group_id FROM samples WHERE outcome <> 'scored')"
-            unscored = [group_id for (group_id,) in connection.execute(failed, values)]
+            others = dict(
+                self._read(f"SELECT made_by, count(*) FROM groups WHERE {waits} AND made_by <> :made_by GROUP BY made_by", values)
+            )
+            dropped = self._ids(f"SELECT id FROM groups WHERE {waits} AND (made_by <> :made_by OR pruned > 0 OR id IN ({gone}))", values)
+            failed = "SELECT group_id FROM samples WHERE outcome <> 'scored'"
+            unscored = self._ids(f"SELECT id FROM groups WHERE {waits} AND id IN ({failed})", values)
             connection.execute(f"UPDATE groups SET state = 'done', {clean} WHERE consumed_step > :step", values)
             # All samples of such a group: the samples left would count as the whole group.
             self._drop(dropped)
@@ -261,8 +246,7 @@ class Buffer(SqliteFile):
     def prune(self, step: int, *, keep: int) -> None:
         """Drop the token arrays of groups consumed up to `step`, the oldest kept checkpoint.
 
-        Of each step the first `keep` groups stay whole except for experts, for readers of the run.
-        All other columns stay.
+        Of each step the first `keep` groups only lose their experts, for readers of the run.
         """
         if self._locked is not None:
             # The next run prunes: the checkpoint at the end of this run must not fail.
@@ -299,6 +283,9 @@ class Buffer(SqliteFile):
             failures[group_id].append(Failure(*fields))
         return [Group(name, prompt, tuple(samples[name]), tuple(failures[name])) for name, prompt in prompts.items()]
 
+    def _ids(self, query: str, values: Any) -> list[str]:
+        return [group_id for (group_id,) in self._read(query, values)]
+
     def _drop(self, group_ids: Iterable[str]) -> None:
         """Delete all rows of the given groups except the prompts."""
         names = [(group_id,) for group_id in group_ids]
@@ -313,7 +300,7 @@ class Buffer(SqliteFile):
         self._connection.execute("DELETE FROM answers WHERE group_id = ?", (group.id,))
         rows = [buffer_rows.sample_row(sample, prompt=group.prompt) for sample in group.samples]
         self._connection.executemany(buffer_rows.INSERT_SAMPLE, rows)
-        failures = [(group.id, failure.cause, failure.headline, failure.trace) for failure in group.failures]
+        failures = [(group.id, *dataclasses.astuple(failure)) for failure in group.failures]
         self._connection.executemany("INSERT INTO failures VALUES (?, ?, ?, ?)", failures)
         self._connection.execute("UPDATE groups SET made_by = ? WHERE id = ?", (self.made_by, group.id))
 

@@ -80,7 +80,7 @@ CREATE TABLE answers (  -- engine answers for groups in flight, until the group 
     PRIMARY KEY (group_id, request)
 );
 """
-"""The indices groups_waiting and groups_unpruned are as short as these groups are few, however long the history."""
+"""The partial indices keep queries independent of the length of the history."""
 
 INSERT_GROUP = (
     "INSERT INTO groups (position, id, state, prompt_text, label, prompt_ids, metadata, updated_at) "
@@ -97,10 +97,7 @@ INSERT_SAMPLE = f"INSERT OR REPLACE INTO samples ({SAMPLE_COLUMNS}) VALUES ({', 
 
 
 def prompt_row(prompt: Prompt) -> tuple[Any, ...]:
-    """Return the values of INSERT_GROUP except the first, a position.
-
-    Raises UserError for metadata that JSON cannot hold.
-    """
+    """Return the values of INSERT_GROUP except the position. Raises UserError as `sample_row`."""
     owner = f"prompt {prompt.id!r}"
     return prompt.id, prompt.text, prompt.label, _int32_bytes(prompt.token_ids, owner), _json(prompt.metadata, owner), time.time()
 
@@ -122,10 +119,7 @@ def sample_row(sample: Sample, *, prompt: Prompt) -> tuple[Any, ...]:
     return (
         sample.group_id,
         sample.index,
-        reward.outcome.value if reward else None,
-        reward.value if reward else None,
-        reward.message if reward else None,
-        _json(reward.components, owner) if reward else None,
+        *((reward.outcome.value, reward.value, reward.message, _json(reward.components, owner)) if reward else (None,) * 4),
         sample.stop_reason.value,
         sample.response_text,
         len(sample.response_ids),

@@ -1,10 +1,8 @@
 """From a batch of sequences to the micro-batches of every rank: pure index arithmetic, no processes.
 
-Two values come out. A `Shard` says which sequences a data-parallel rank trains on and how they fall into optimizer steps and
-micro-batches. `MicroBatchTokens` say which tokens one context-parallel rank holds of a packed micro-batch, and which
-token each position predicts. The shift from token-aligned arrays to model positions happens here and nowhere else.
+The shift from token-aligned arrays to model positions happens here and nowhere else.
 
-Legend: B sequences of the batch, S sequences of a micro-batch, T tokens that one context-parallel rank holds.
+Legend: B sequences of the batch, S of a micro-batch, T tokens on one context-parallel rank.
 """
 
 import heapq
@@ -17,17 +15,17 @@ from megatron_rl.data.trajectories import Trajectories
 from megatron_rl.types import Bools, Doubles, Ints, Shard, StepTotals, TrainBatch
 
 ATTENTION_LENGTH = 24_576
-"""Sequence length at which causal attention costs as much as everything else in a layer: 12 x hidden size, here of 2,048."""
+"""Length at which causal attention costs as much as the rest of a layer: 12 x hidden size 2,048."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicroBatchTokens:
-    """The packed tokens of one micro-batch that one context-parallel rank holds, as index arrays.
+    """The packed tokens of one micro-batch on one context-parallel rank, as index arrays.
 
-    Arrays have length T: `token_index`, the position in the batch's token arrays, -1 on padding; `target_index`, the
-    position there of the token that is predicted, -1 where none is; `position_ids` in the sequence; `sequence_index` in
-    [0, S). `cu_seqlens` and `cu_seqlens_padded` [S + 1] count the sequences' tokens over all context-parallel ranks,
-    without and with padding. `num_sequences` is S, and 0 for a micro-batch of padding alone, which still has one offset pair.
+    Arrays have length T: `token_index`, the position in the batch's token arrays, -1 on padding;
+    `target_index`, the position there of the predicted token, -1 without one; `position_ids` in the
+    sequence; `sequence_index` in [0, S). `cu_seqlens` and `cu_seqlens_padded` [S + 1] count tokens
+    over all context-parallel ranks. `num_sequences` is S, or 0 for one sequence of padding alone.
     """
 
     token_index: Ints
@@ -40,12 +38,12 @@ class MicroBatchTokens:
 
 
 def sequence_multiple(cp_size: int) -> int:
-    """The number of tokens that every sequence is padded to a multiple of: 2 chunks for each context-parallel rank."""
+    """Return the unit in tokens of padded sequences: 2 chunks for each context-parallel rank."""
     return 2 * cp_size if cp_size > 1 else 1
 
 
 def _padded_lengths(lengths: Ints, *, cp_size: int, pad_to: int) -> Ints:
-    """Lengths [S] padded to whole chunks, the last one further until a rank's token count is a multiple of `pad_to`."""
+    """Return lengths [S] of whole chunks, the last one longer to give ranks a multiple of `pad_to`."""
     unit = sequence_multiple(cp_size)
     padded = -(-np.maximum(lengths, 1) // unit) * unit
     for _ in range(pad_to):
@@ -56,11 +54,11 @@ def _padded_lengths(lengths: Ints, *, cp_size: int, pad_to: int) -> Ints:
 
 
 def micro_batch_tokens(batch: TrainBatch, rows: Ints, *, cp_size: int = 1, cp_rank: int = 0, pad_to: int = 1) -> MicroBatchTokens:
-    """The tokens of the sequences `rows` [S] of `batch` that context-parallel rank `cp_rank` of `cp_size` holds.
+    """Return the tokens of the sequences `rows` [S] of `batch` on a context-parallel rank.
 
-    A sequence is cut into 2 x cp_size equal chunks, of which rank r holds chunks r and 2 x cp_size - 1 - r, so that every rank
-    has the same causal attention to do (Megatron's zigzag). The rank's token count is a multiple of `pad_to`, which sequence
-    parallelism needs. No rows give one short sequence of padding, so that the rank still joins every collective.
+    Of 2 x cp_size equal chunks of a sequence, rank r holds r and 2 x cp_size - 1 - r, for equal
+    work in causal attention (Megatron's zigzag). The rank's token count is a multiple of `pad_to`,
+    as sequence parallelism needs. No rows give a short sequence of padding for the collectives.
     """
     lengths = batch.lengths[rows] if len(rows) else np.zeros(1, np.int64)
     starts = batch.cu_seqlens[rows] if len(rows) else np.zeros(1, np.int64)
@@ -91,21 +89,21 @@ def _offsets(lengths: Ints) -> Ints:
 
 
 def sequence_cost(lengths: Ints, *, attention_length: float = ATTENTION_LENGTH) -> Doubles:
-    """Relative work of sequences of `lengths` tokens [B]: linear layers plus causal attention's quadratic part."""
+    """Return relative work [B] for `lengths` [B]: linear layers and causal attention's square."""
     return lengths * (1.0 + lengths / attention_length)
 
 
 def _fill(lengths: Ints, costs: Doubles, *, num_bins: int, max_tokens: float) -> list[Ints] | None:
-    """Put items, dearest first, into the cheapest bin with room for their tokens; None when some item finds no room.
+    """Put items, dearest first, into the cheapest bin with room; return None without room for all.
 
-    An item longer than `max_tokens` takes a whole bin. The bins hold ascending indices. Costs rise with lengths, so that this
-    order is also the one by length.
+    An item longer than `max_tokens` takes a whole bin. The bins hold ascending indices. Costs rise
+    with lengths, so that the order of costs is also the one of lengths.
     """
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     tokens = [0] * num_bins
     cheapest = [(0.0, index) for index in range(num_bins)]
-    # Bins without room for the item at hand, the emptiest first. A later item is no longer, so that a bin waits here once for each item
-    # in it: looking at all of them for every item would be quadratic.
+    # Bins without room for the item at hand, the emptiest first. A later item is no longer, so a bin
+    # waits here once for each of its items: a look at all bins for every item would be quadratic.
     full: list[tuple[int, float, int]] = []
     order = np.lexsort((np.arange(len(costs)), -costs))
     for item, length, cost in zip(order.tolist(), lengths[order].tolist(), costs[order].tolist(), strict=True):
@@ -125,12 +123,13 @@ def _fill(lengths: Ints, costs: Doubles, *, num_bins: int, max_tokens: float) ->
 
 
 def pack(lengths: Ints, *, num_ranks: int, max_tokens: int, attention_length: float = ATTENTION_LENGTH) -> tuple[tuple[Ints, ...], ...]:
-    """Partition sequences of `lengths` [B] tokens into equally many micro-batches for each of `num_ranks` ranks.
+    """Partition sequences of `lengths` [B] into equally many micro-batches for each of `num_ranks`.
 
-    Micro-batches hold at most `max_tokens` tokens, except one that a single longer sequence fills alone. Ranks are balanced by
-    `sequence_cost`, and so are the micro-batches of a rank, of which the dearest come first: experts make the ranks wait for each
-    other within every micro-batch, so those that meet are alike. One micro-batch fewer would not hold them, filled this way. The result
-    [rank][micro-batch] holds ascending indices; some may be empty.
+    A micro-batch holds at most `max_tokens` tokens, or a single longer sequence. Ranks, and a rank's
+    micro-batches, are balanced by `sequence_cost`. The dearest micro-batches come first: experts
+    make ranks wait for each other within a micro-batch, so those that meet are alike. One
+    micro-batch fewer would not hold all, filled in this way. The result [rank][micro-batch] holds
+    ascending indices; some may be empty.
     """
     costs = sequence_cost(lengths, attention_length=attention_length)
     ranks = _fill(lengths, costs, num_bins=num_ranks, max_tokens=float("inf"))
@@ -147,14 +146,14 @@ def pack(lengths: Ints, *, num_ranks: int, max_tokens: int, attention_length: fl
 
 
 def _fewest(lengths: Ints, *, max_tokens: int) -> int:
-    """Micro-batches that sequences of `lengths` need at least: for all tokens, and one for each that leaves no room for its like."""
+    """Return a lower bound of micro-batches: for all tokens, and one for each above half of the room."""
     return max(-(-int(np.minimum(lengths, max_tokens).sum()) // max_tokens), int((2 * lengths > max_tokens).sum()))
 
 
 def _fill_ranks(
     ranks: Sequence[Ints], lengths: Ints, costs: Doubles, *, count: int, max_tokens: int
 ) -> tuple[tuple[Ints, ...], ...] | None:
-    """`count` micro-batches of each rank's sequences, the dearest first; None when those of some rank do not fit."""
+    """Return `count` micro-batches for each rank, the dearest first; None when a rank's do not fit."""
     packed = []
     for rows in ranks:
         parts = _fill(lengths[rows], costs[rows], num_bins=count, max_tokens=max_tokens)
@@ -165,7 +164,7 @@ def _fill_ranks(
 
 
 def _step_rows(trajectories: Trajectories, *, optimizer_steps: int, seed: int) -> list[Ints]:
-    """Rows of each optimizer step: a random partition into parts of as many whole trajectories, up to one."""
+    """Return rows of each optimizer step: random whole trajectories, equally many up to one."""
     chosen = np.arange(len(trajectories.first))
     if optimizer_steps > 1:
         chosen = np.random.default_rng(seed).permutation(chosen)
@@ -182,14 +181,14 @@ def make_shards(
     cp: int = 1,
     attention_length: float = ATTENTION_LENGTH,
 ) -> tuple[Shard, ...]:
-    """Divide `batch` over `dp` data-parallel ranks, `optimizer_steps` optimizer steps and micro-batches.
+    """Divide `batch` over `dp` data-parallel ranks, `optimizer_steps` steps and micro-batches.
 
-    The budget `max_tokens_per_micro_batch` counts the tokens on each of the `cp` context-parallel ranks, padding included. Steps are
-    random parts of the batch by `seed`, equal in trajectories up to one: no step has a part of one, though ranks and micro-batches may.
-    Every sequence is in exactly one micro-batch of one rank; all ranks have equally many micro-batches in a step. Totals are those of the
-    whole step, over all ranks.
+    The budget counts tokens on each of the `cp` context-parallel ranks, padding included. Steps are
+    random parts of the batch by `seed`, equal in whole trajectories up to one; ranks and
+    micro-batches may cut a trajectory. Every sequence is in exactly one micro-batch of one rank, and
+    all ranks have equally many micro-batches in a step.
 
-    Raises ValueError when a sequence's first token is marked trainable: no position predicts it.
+    Raises ValueError for a trainable first token of a sequence: no position predicts it.
     """
     if batch.loss_mask[batch.cu_seqlens[:-1]].any():
         raise ValueError(
@@ -218,7 +217,7 @@ def make_shards(
 
 
 def _shard(batch: TrainBatch, steps: list[tuple[Ints, ...]], totals: tuple[StepTotals, ...], trainable: Ints) -> Shard:
-    """A rank's shard: its sequences as a separate batch, with the steps renumbered to the rows of that batch."""
+    """Return a rank's sequences as a batch, with the steps renumbered to the rows of that batch."""
     rows = np.sort(np.concatenate([np.empty(0, np.int64), *(part for step in steps for part in step)]))
     return Shard(
         batch=batch.select(rows, may_cut=True),
@@ -234,6 +233,6 @@ def _shard(batch: TrainBatch, steps: list[tuple[Ints, ...]], totals: tuple[StepT
 
 
 def trainable_targets(held: MicroBatchTokens, loss_mask: Bools) -> Ints:
-    """Positions [N] of `held` whose predicted token is trainable under `loss_mask`, the mask of the whole batch's tokens."""
+    """Return positions [N] of `held` with a trainable target under the whole batch's `loss_mask`."""
     positions = np.flatnonzero(held.target_index >= 0)
     return positions[loss_mask[held.target_index[positions]]]

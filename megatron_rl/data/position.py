@@ -13,10 +13,7 @@ _GROUPS, _CONSUMED = "num_groups", "num_consumed"
 
 
 def made_by(data: DataSettings, rollout: RolloutSettings, reward: RewardSettings, *, greedy: bool) -> str:
-    """Return the settings that turn a prompt into a group, as JSON; other groups are not used.
-
-    With `greedy` a group has a baseline.
-    """
+    """Return the settings that turn a prompt into a group, as JSON; `greedy` groups have a baseline."""
     sampling = {f"rollout.sampling.{name}": value for name, value in rollout.sampling.model_dump(mode="json").items()}
     chosen = {
         **sampling,
@@ -41,8 +38,8 @@ def _difference(made_by: str, now: str) -> str:
 def position_of(source: PromptSource, buffer: Buffer, *, step: int) -> dict[str, Any]:
     """Return the prompt cursor after `step` steps, as JSON values, for a checkpoint.
 
-    The buffer is flushed to the disk first: no checkpoint may know more than the buffer. Groups
-    already handed to the next step, which will not be trained on, do not count as taken.
+    The buffer is flushed first: no checkpoint may know more than the disk. Groups already handed to
+    the next step do not count as taken.
     """
     buffer.flush()
     return {**source.rows.state(), _GROUPS: buffer.counts().total, _CONSUMED: buffer.num_consumed(step=step)}
@@ -53,10 +50,7 @@ def rewind(source: PromptSource, buffer: Buffer, *, step: int, position: dict[st
 
     Groups finished since then are kept where their weights still exist and the settings would make
     equal groups. Returns a sentence for each set of other settings whose groups are made anew, and
-    for a lost buffer.
-
-    Raises:
-        UserError: the data have changed, or the buffer is from an earlier moment.
+    for a lost buffer. Raises UserError for other data, and a buffer of an earlier moment.
     """
     num_groups, gone = 0, tuple[str, ...]()
     if position is not None:

@@ -34,9 +34,8 @@ class Row:
 def read_rows(path: Path, *, settings: DataSettings, need_response: bool = False) -> list[Row]:
     """Read and check every row of a `.jsonl` or `.parquet` file.
 
-    `need_response`, for supervised training, makes a row without a target an error; otherwise a
-    label_key set by the user and found in no row is an error. Raises UserError with the
-    line (in parquet the row, counted from 1), the value found and the value needed.
+    Raises UserError with the line (in parquet the row, counted from 1), also for a row without a
+    target where supervised training will `need_response`, and for a label_key found in no row.
     """
     check_is_data_file(path)
     records = _parquet_records(path) if path.suffix == ".parquet" else _json_records(path)
@@ -67,9 +66,8 @@ def _json_records(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             except UnicodeDecodeError as error:
                 raise UserError(f"{origin}: not UTF-8 ({error.reason} at byte {error.start}); save the file as UTF-8") from error
             except json.JSONDecodeError as error:
-                raise UserError(
-                    f"{origin}: not a JSON object ({error.msg} at column {error.colno}); each line needs one complete object"
-                ) from error
+                reason = f"{error.msg} at column {error.colno}"
+                raise UserError(f"{origin}: not a JSON object ({reason}); each line needs one complete object") from error
             except ValueError as error:
                 raise UserError(f"{origin}: {error}") from error
             except RecursionError:
@@ -120,13 +118,12 @@ def check_row(record: Mapping[str, Any], origin: str, *, settings: DataSettings,
     if response is not None and not isinstance(response, str):
         raise UserError(f"{origin}: {settings.response_field!r} has type {type(response).__name__}, needs a string")
     taken = (settings.prompt_key, settings.label_field, settings.response_field)
-    metadata = {key: value for key, value in record.items() if key not in taken}
     return Row(
         origin=origin,
         prompt=_prompt(record[settings.prompt_key], origin, settings.prompt_key),
         label=_label(record.get(settings.label_field), origin, settings.label_field),
         response=response,
-        metadata=metadata,
+        metadata={key: value for key, value in record.items() if key not in taken},
     )
 
 
@@ -174,6 +171,5 @@ def _label(value: Any, origin: str, key: str) -> str | None:
 
 
 def _shown(value: Any) -> str:
-    """Return a value in a form that fits an error message."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,7 +1,6 @@
 """Training rows in training order, from a data file or a custom data source (`data.source`).
 
-Both follow from the seed alone and can stop anywhere and continue. Only the driver has a source, so
-the arrangement of ranks cannot change the draws.
+Both follow from the seed alone and can stop anywhere and continue, in the driver alone.
 """
 
 import hashlib
@@ -34,14 +33,8 @@ class FileRows:
         self._seed = seed
         with path.open("rb") as file:
             self._digest = hashlib.file_digest(file, "sha256").hexdigest()
-        self._epoch = 0
-        self._cursor = 0
+        self._epoch = self._cursor = 0
         self._order = self._epoch_order()
-
-    @property
-    def num_taken(self) -> int:
-        """Return the number of rows taken so far, over all epochs."""
-        return self._epoch * len(self.rows) + self._cursor
 
     def take(self, count: int) -> list[NamedRow]:
         """Return the next `count` rows; a new epoch starts where the file ends."""
@@ -83,8 +76,7 @@ class FileRows:
 class OwnRows:
     """The rows of the user's `data.source`, each checked as a line of a file is. Ids count from 0.
 
-    Raises UserError when the source cannot be loaded, does not take `data.args`, or has unusable
-    first rows.
+    Construction raises UserError for a failed load and for unusable first rows.
     """
 
     def __init__(self, *, settings: DataSettings, seed: int, need_response: bool) -> None:
@@ -96,16 +88,15 @@ class OwnRows:
         made = load(settings.source, kind="data_source", args=settings.args)
         self._make: Callable[[], DataSource] = lambda: self._call("being made", lambda: made(seed=seed))
         self._source = self._make()
-        self.num_taken = 0
-        """Rows taken so far."""
+        self._num_taken = 0
         self.first(_PROBED_ROWS)
         self.state()
 
     def take(self, count: int) -> list[NamedRow]:
         """Return the next `count` rows. Raises UserError for an unusable row."""
-        rows = self._rows(self._source, count, start=self.num_taken)
-        named = [(str(number), row) for number, row in enumerate(rows, start=self.num_taken)]
-        self.num_taken += count
+        rows = self._rows(self._source, count, start=self._num_taken)
+        named = [(str(number), row) for number, row in enumerate(rows, start=self._num_taken)]
+        self._num_taken += count
         return named
 
     def first(self, count: int) -> list[Row]:
@@ -125,14 +116,14 @@ class OwnRows:
             raise UserError(f"{self._name} has the state {own!r:.80}, which JSON cannot hold ({error}); use plain values") from error
         settings = self._settings
         keys = {"prompt_key": settings.prompt_key, "label_key": settings.label_field}
-        return {"source": settings.source, "args": settings.args, "seed": self._seed, "taken": self.num_taken, "own": own, **keys}
+        return {"source": settings.source, "args": settings.args, "seed": self._seed, "taken": self._num_taken, "own": own, **keys}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from `state()`. Raises UserError for another source, arguments, seed or fields."""
         names = {"seed": "run.seed"} | {key: f"data.{key}" for key in ("source", "args", "prompt_key", "label_key")}
         _check_same(state, self.state(), names)
         self._call("taking back its state", lambda: setattr(self._source, "state", state["own"]))
-        self.num_taken = state["taken"]
+        self._num_taken = state["taken"]
 
     def _rows(self, source: DataSource, count: int, *, start: int) -> list[Row]:
         records = self._call(f"giving {counted(count, 'row')}", lambda: source.next_rows(count))

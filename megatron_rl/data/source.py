@@ -33,12 +33,10 @@ class PromptSource:
 
     A string prompt is tokenized unchanged. Chat messages are rendered by the tokenizer's chat
     template, up to the start of the assistant's answer. The tokenizer adds no special tokens to
-    either: the model sees exactly the row and the template.
+    either. `need_response` requires the target of supervised training, and `vocab_size` lower ids.
 
-    `need_response` requires in each row the target of supervised training. Token ids are below
-    `vocab_size`. Raises UserError, with file and line, for any unusable row. In files above 100,000
-    rows a prompt's tokens are checked when the prompt is taken; all of a row of `data.source`
-    likewise.
+    Raises UserError, with file and line, for any unusable row. The prompts of files above 100,000
+    rows, and whole rows of `data.source`, are checked when taken.
     """
 
     def __init__(
@@ -51,11 +49,8 @@ class PromptSource:
         need_response: bool = False,
         vocab_size: int | None = None,
     ) -> None:
-        self._path = path
-        self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
-        self._unknown = unknown_id(tokenizer)
-        self._settings = settings
+        self._path, self._settings = path, settings
+        self._tokenizer, self._vocab_size, self._unknown = tokenizer, vocab_size, unknown_id(tokenizer)
         self.rows: FileRows | OwnRows
         """The rows in order, with the cursor that a checkpoint keeps."""
         # The rows of a file; an endless custom source allows no check in advance.
@@ -74,8 +69,9 @@ class PromptSource:
         origins = [row.origin for row in self._known if row.label is None]
         if not origins:
             return None
-        which = f"no row of {self._path} has" if len(origins) == len(self._known) else f"{len(origins)} of {len(self._known)} rows lack"
-        first = "" if len(origins) == len(self._known) else f", the first is {origins[0]}"
+        which, first = f"no row of {self._path} has", ""
+        if len(origins) < len(self._known):
+            which, first = f"{len(origins)} of {len(self._known)} rows lack", f", the first is {origins[0]}"
         return f"{which} the field {self._settings.label_field!r}{first}: the reward function gets label None for them"
 
     def repeat_note(self) -> str | None:
@@ -93,15 +89,15 @@ class PromptSource:
         rows = self._known or self.rows.first(1)
         unlabelled = [row.label is None for row in rows]
         firsts = sorted(unlabelled.index(kind) for kind in (False, True) if kind in unlabelled)
-        return [self._prompts([rows[index]], first=index)[0] for index in firsts]
+        return self._prompts([(f"eval-{index}", rows[index]) for index in firsts])
 
     def next_prompts(self, count: int) -> list[Prompt]:
         """Return the next `count` prompts; no other prompt of the run has the id of one."""
-        return [prompt for prompt, _ in self._next(count)]
+        return self._prompts(self.rows.take(count))
 
     def again(self, names: Sequence[str]) -> list[Prompt]:
         """Return the prompts of these ids as the present settings read them, if different."""
-        return [prompt for prompt, _ in self._made_from(self.rows.again(names))]
+        return self._prompts(self.rows.again(names))
 
     def next_supervised(self, count: int) -> list[Group]:
         """Return the next `count` rows as groups of one sample, every token trained on.
@@ -109,7 +105,12 @@ class PromptSource:
         A sample is the target and the end-of-sequence token. Raises UserError for a row without a
         target and for a tokenizer without an end-of-sequence token.
         """
-        return [_supervised_group(prompt, self._target_ids(row), text=row.response or "") for prompt, row in self._next(count)]
+        named = self.rows.take(count)
+        prompts = self._prompts(named)
+        return [
+            _supervised_group(prompt, self._target_ids(row), text=row.response or "")
+            for prompt, (_, row) in zip(prompts, named, strict=True)
+        ]
 
     def all(self) -> list[Prompt]:
         """Return every prompt in the order of the file, with ids eval-ROW. Moves nothing."""
@@ -117,22 +118,13 @@ class PromptSource:
 
     def first(self, count: int) -> list[Prompt]:
         """Return at most `count` first prompts, as `all`. Moves nothing."""
-        return self._prompts(self.rows.first(count))
+        return self._prompts([(f"eval-{number}", row) for number, row in enumerate(self.rows.first(count))])
 
-    def _prompts(self, rows: Sequence[Row], *, first: int = 0) -> list[Prompt]:
-        """Return prompts of rows from number `first` on, outside of training."""
-        encoded = self._encode(rows)
+    def _prompts(self, named: Sequence[NamedRow]) -> list[Prompt]:
         return [
-            _prompt(f"eval-{number}", row, text=text, token_ids=ids)
-            for number, (row, (text, ids)) in enumerate(zip(rows, encoded, strict=True), start=first)
+            Prompt(id=name, token_ids=np.array(ids), text=text, label=row.label, metadata=row.metadata)
+            for (name, row), (text, ids) in zip(named, self._encode([row for _, row in named]), strict=True)
         ]
-
-    def _next(self, count: int) -> list[tuple[Prompt, Row]]:
-        return self._made_from(self.rows.take(count))
-
-    def _made_from(self, named: Sequence[NamedRow]) -> list[tuple[Prompt, Row]]:
-        encoded = self._encode([row for _, row in named])
-        return [(_prompt(name, row, text=text, token_ids=ids), row) for (name, row), (text, ids) in zip(named, encoded, strict=True)]
 
     def _encode(self, rows: Sequence[Row]) -> list[tuple[str, list[int]]]:
         """Return text and token ids of each row's prompt."""
@@ -154,9 +146,8 @@ class PromptSource:
                     "config.json; use the tokenizer of this model"
                 )
             if len(ids) > limit:
-                raise UserError(
-                    f"{row.origin}: the prompt has {len(ids)} tokens, the limit is {limit}; shorten it or raise data.max_prompt_tokens"
-                )
+                got = f"{row.origin}: the prompt has {len(ids)} tokens"
+                raise UserError(f"{got}, the limit is {limit}; shorten it or raise data.max_prompt_tokens")
         return list(zip(texts, encoded, strict=True))
 
     def _text(self, row: Row) -> str:
@@ -202,12 +193,7 @@ class PromptSource:
         return ids if ids and ids[-1] == end else [*ids, end]
 
 
-def _prompt(name: str, row: Row, *, text: str, token_ids: list[int]) -> Prompt:
-    return Prompt(id=name, token_ids=np.array(token_ids), text=text, label=row.label, metadata=row.metadata)
-
-
 def _supervised_group(prompt: Prompt, response_ids: list[int], *, text: str) -> Group:
-    """Return a group of one sample whose R tokens no engine made; all are trained on."""
     length = len(response_ids)
     sample = Sample(
         group_id=prompt.id,
@@ -240,11 +226,7 @@ class RunPrompts:
 
     @classmethod
     def read(cls, model: Path, data: DataSettings, *, seed: int, trains: bool = True, supervised: bool = False) -> "RunPrompts":
-        """Read the tokenizer of the directory `model`, and both files.
-
-        A run that `trains` nothing reads data.eval alone. Raises UserError, with file and line, for
-        unusable rows.
-        """
+        """Read the tokenizer of the directory `model`, and both files, or without `trains` data.eval alone."""
         tokenizer = load_tokenizer(model)
         open_source = partial(PromptSource, tokenizer=tokenizer, settings=data, seed=seed, vocab_size=vocabulary_size(model))
         held_out = [] if data.eval is None else [open_source(data.eval)]

@@ -1,7 +1,7 @@
 """A SQLite file with one writing process, in which every error of the user's is one sentence."""
 
 import sqlite3
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -29,8 +29,8 @@ _FIXES = {
 class SqliteFile:
     """The database of a buffer at `path`, new or with the tables of `schema`, claimed by this process.
 
-    `identity` are the application id and the schema version of the tables. `note` is called when
-    another program keeps the file locked.
+    `identity` are application id and schema version. `note` is called when another program keeps
+    the file locked.
     """
 
     def __init__(self, path: Path, *, schema: str, identity: tuple[int, int], note: Callable[[str], None]) -> None:
@@ -85,8 +85,7 @@ class SqliteFile:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _read(self, query: str, values: Sequence[Any] = ()) -> list[Any]:
-        """Return the rows of a query."""
+    def _read(self, query: str, values: Sequence[Any] | Mapping[str, Any] = ()) -> list[Any]:
         with _database_errors(self.path):
             return self._connection.execute(query, values).fetchall()
 
@@ -104,11 +103,7 @@ class SqliteFile:
                 raise
 
     def _begin(self) -> None:
-        """Begin to write.
-
-        Raises UserError when another program has kept the file locked for BUFFER_LOCK_S seconds,
-        and from then on.
-        """
+        """Begin to write. Raises UserError for a lock of BUFFER_LOCK_S seconds, and from then on."""
         if self._locked is not None:
             raise self._locked
         for wait_s in (NAMED_S, BUFFER_LOCK_S):
@@ -129,8 +124,7 @@ class SqliteFile:
 def check_database(path: Path) -> None:
     """Raise UserError for a file at `path` that is no database, by the file's first bytes.
 
-    SQLite is not asked. A read-only SQLite leaves out the write-ahead log, and without the log the
-    pages of a killed run may be inconsistent. With the log SQLite would write.
+    SQLite would write the write-ahead log of a killed run, or, read-only, see broken pages.
     """
     if not path.exists():
         return

@@ -19,10 +19,7 @@ _CLASSES = {"llama": _GENERIC, "glm4_moe": _GENERIC, "qwen3": _GENERIC | _QWEN, 
 
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a local directory, without downloads and without running its code.
-
-    Raises UserError when the directory or the tokenizer is missing or broken.
-    """
+    """Load the tokenizer of a local directory, without downloads and without running its code."""
     if not path.is_dir():
         raise UserError(f"model.path is {path}, which is not a directory; give a Hugging Face model directory")
     if not any((path / name).is_file() for name in TOKENIZER_FILES):

@@ -9,14 +9,14 @@ from megatron_rl.types import Ints
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trajectories:
-    """Trajectories numbered in the order of their first sequences: `first` [J] these sequences' rows; `index` [B] in [0, J)."""
+    """Trajectories numbered by first sequence: `first` [J], its rows; `index` [B] in [0, J)."""
 
     first: Ints
     index: Ints
 
     @classmethod
     def of(cls, trajectory_ids: Ints) -> "Trajectories":
-        """From ids [B], equal for the sequences of one trajectory."""
+        """Number the trajectories of ids [B], equal for the sequences of one."""
         _, first, by_id = np.unique(trajectory_ids, return_index=True, return_inverse=True)
         order = np.argsort(first)
         number = np.empty_like(order)
@@ -25,11 +25,11 @@ class Trajectories:
 
     @property
     def single(self) -> bool:
-        """True when each sequence is a trajectory, so that `first` and `index` both count the rows."""
+        """Return True when each sequence is a trajectory: `first` and `index` count the rows."""
         return len(self.first) == len(self.index)
 
     def sum(self, values: Ints) -> Ints:
-        """[B] whole numbers -> [J], added over each trajectory's sequences."""
+        """Return integers [B] added over each trajectory's sequences, [J]."""
         total = np.zeros(len(self.first), np.int64)
         np.add.at(total, self.index, values)
         return total

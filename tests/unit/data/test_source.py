@@ -67,7 +67,8 @@ def test_string_prompts_keep_exact_tokens_label_and_fields(tmp_path: Path, token
     assert [prompt.id for prompt in source.all()] == ["eval-0", "eval-1"]
     assert [prompt.text for prompt in source.first(1)] == ["12+34="]
     assert [prompt.id for prompt in source.next_prompts(1)] == ["1-0"]
-    assert source.rows.num_taken == 3
+    state = source.rows.state()
+    assert (state["epoch"], state["cursor"]) == (1, 1)
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
@@ -307,7 +308,7 @@ def prompts(tokenizer: Any, name: str = "Numbers", *, need_response: bool = Fals
 def test_prompts_come_in_order_with_ids_label_and_metadata(tokenizer: Any) -> None:
     source = prompts(tokenizer, args={"step": 2})
     first, second, third = [*source.next_prompts(2), *source.next_prompts(1)]
-    assert [prompt.id for prompt in (first, second, third)] == ["0", "1", "2"] and source.rows.num_taken == 3
+    assert [prompt.id for prompt in (first, second, third)] == ["0", "1", "2"] and source.rows.state()["taken"] == 3
     assert [prompt.text for prompt in (first, second, third)] == ["4+0=", "4+2=", "4+4="]
     assert (second.label, second.metadata) == ("1", {"level": 1})
 
@@ -328,7 +329,7 @@ def test_state_goes_on_in_another_instance(tokenizer: Any) -> None:
     state = json.loads(json.dumps(source.rows.state(), allow_nan=False))
     expected = [(prompt.id, prompt.text) for prompt in source.next_prompts(3)]
     other.rows.restore(state)
-    assert other.rows.num_taken == 5
+    assert other.rows.state()["taken"] == 5
     assert [(prompt.id, prompt.text) for prompt in other.next_prompts(3)] == expected == [(str(n), f"4+{n}=") for n in (5, 6, 7)]
 
 

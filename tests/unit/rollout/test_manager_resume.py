@@ -275,7 +275,7 @@ def test_groups_that_wait_get_the_labels_of_the_present_settings(make_settings: 
             else:
                 await step_of(manager, engine, 0)
                 state = await manager.position(step=1)
-            taken = manager.prompts.source.rows.num_taken
+            taken = manager._buffer.counts().total
             await step_of(manager, engine, 1)
             return state | {"taken": taken}, notes
 
