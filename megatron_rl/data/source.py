@@ -226,7 +226,7 @@ class RunPrompts:
 
     @classmethod
     def read(cls, model: Path, data: DataSettings, *, seed: int, trains: bool = True, supervised: bool = False) -> "RunPrompts":
-        """Read the tokenizer of the directory `model`, and both files, or without `trains` data.eval alone."""
+        """Read the tokenizer in `model` and both files; without `trains` data.eval alone."""
         tokenizer = load_tokenizer(model)
         open_source = partial(PromptSource, tokenizer=tokenizer, settings=data, seed=seed, vocab_size=vocabulary_size(model))
         held_out = [] if data.eval is None else [open_source(data.eval)]

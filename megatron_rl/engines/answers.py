@@ -54,9 +54,7 @@ def read_generation(answer: dict[str, Any], *, prompt_length: int, mixture: Mixt
         log_probs=np.array([entry[0] for entry in scored], np.float32),
         weight_versions=_token_versions(meta, length),
         stop_reason=StopReason(finish["type"]),
-        routed_experts=_read_routed_experts(meta, mixture, prompt_length=prompt_length, response_length=len(token_ids))
-        if mixture
-        else None,
+        routed_experts=_read_routed_experts(meta, mixture, prompt_length, length) if mixture else None,
     )
 
 
@@ -71,14 +69,13 @@ def _token_versions(meta: dict[str, Any], length: int) -> Ints:
     return versions
 
 
-def _read_routed_experts(meta: dict[str, Any], shape: MixtureShape, *, prompt_length: int, response_length: int) -> Experts:
+def _read_routed_experts(meta: dict[str, Any], shape: MixtureShape, prompt_length: int, response_length: int) -> Experts:
     """Return the experts [P + R - 1, L, K] of a response with `meta_info` `meta`.
 
     The last token is only drawn, not routed. SGLang reports zeros for dense layers, and nothing for
-    a response aborted before its first token. Raises EngineError for a record that does not fit.
+    a response aborted before its first token.
     """
     kind: Any = np.uint8 if shape.num_experts <= 256 else np.uint16
-    num_mixture_layers = shape.num_layers - shape.num_dense_layers
     text = meta.get("routed_experts")
     if text is None:
         if response_length:
@@ -86,7 +83,7 @@ def _read_routed_experts(meta: dict[str, Any], shape: MixtureShape, *, prompt_le
                 f"the engine answered {response_length} tokens without the experts that it routed them to, which training.routing_replay "
                 "needs; use an SGLang release that records them for this model, or turn training.routing_replay off"
             )
-        return np.empty((0, num_mixture_layers, shape.experts_per_token), kind)
+        return np.empty((0, shape.num_layers - shape.num_dense_layers, shape.experts_per_token), kind)
     flat = np.frombuffer(base64.b64decode(text), "<i4")
     num_tokens = prompt_length + response_length - 1
     needed = num_tokens * shape.num_layers * shape.experts_per_token

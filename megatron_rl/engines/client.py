@@ -40,10 +40,10 @@ FIRST_BACKOFF_S = 0.25
 MAX_ATTEMPTS = 6
 """Attempts of a generation, over 8 s: a busy server drops connections for less time."""
 IDLE_CONNECTION_S = 2.0
-"""Idle time after which a connection is not used again.
+"""Idle time after which a connection is not used again: the server closes it after 5 s.
 
-The server closes it after 5 s, and would lose a call sent at that moment. A loaded machine can take
-longer than the difference, so a call with one attempt has a connection of its own.
+A loaded machine can take longer than the difference, and lose a call sent at that moment. So a call
+with one attempt has a connection of its own.
 """
 _BUSY = 503
 
@@ -91,9 +91,7 @@ class EngineClient:
     async def generate(self, token_ids: Ints, *, sampling: Sampling, num_samples: int = 1) -> tuple[Generation, ...]:
         """Return `num_samples` responses to the prompt `token_ids` [P], in one request.
 
-        Cancelling the call aborts the samples. Raises UserError for an empty prompt, an id outside
-        the vocabulary, more tokens than the context or the KV pool holds, and stop strings without
-        a tokenizer.
+        Cancelling the call aborts the samples. Raises UserError for a request beyond the engine.
         """
         self._check_request(token_ids, sampling)
         # Of one width: the server may abort every request whose id begins with the given one.
@@ -140,7 +138,7 @@ class EngineClient:
     async def _ask_collected(self, requests: Sequence[Sequence[_Asked]]) -> list[Any] | None:
         """Return the answers to `requests`, collected until this task has its first turn.
 
-        Returns None for a refusal of several requests: the reason need not hold for all.
+        Return None for a refusal of several requests: the reason need not hold for all.
         """
         if self._together is not None and self._together[0] is requests:
             self._together = None
@@ -180,11 +178,7 @@ class EngineClient:
         await asyncio.gather(*(self._control("/abort_request", {"rid": each}, timeout_s=ENGINE_ABORT_S) for each in request_ids))
 
     async def pause(self, mode: Literal["abort", "retract", "in_place"]) -> None:
-        """Stop generating.
-
-        `abort` ends running requests, `retract` recomputes running requests after `resume`, and
-        `in_place` keeps their cache.
-        """
+        """Stop generating: end requests, recompute them after `resume`, or keep their cache."""
         await self._control("/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
@@ -196,18 +190,13 @@ class EngineClient:
         await self._control("/flush_cache?timeout=5", {})
 
     async def release_memory(self, parts: Collection[EnginePart]) -> None:
-        """Free GPU memory with content; without a GPU only forget cached prefixes.
-
-        A release during a running request kills the server: raises EngineRefusal when still busy.
-        """
+        """Free GPU memory with content, and cached prefixes. Raises EngineRefusal when busy."""
+        # A release during a running request kills the server.
         await self.flush_cache()
         await self._control("/release_memory_occupation", {"tags": sorted(parts)})
 
     async def restore_memory(self, parts: Collection[EnginePart]) -> None:
-        """Allocate released memory again; weights come back without content.
-
-        Parts that were not released kill the server.
-        """
+        """Allocate released memory again, without content; other parts kill the server."""
         await self._control("/resume_memory_occupation", {"tags": sorted(parts)})
 
     # Weights
@@ -242,25 +231,21 @@ class EngineClient:
         shapes: Iterable[Sequence[int]],
         group: str,
         version: int | None = None,
-        flattened: bool = True,
     ) -> None:
-        """Receive tensors that rank 0 of `group` broadcasts during this call.
+        """Receive tensors that rank 0 of `group` broadcasts during this call, as one of uint8.
 
-        Names and shapes are the Hugging Face checkpoint's, `dtypes` torch's. `flattened`: one uint8
-        tensor holds all, else one broadcast each, in order. `version`, given with the last bucket,
-        becomes the engine's weight version, and cached prefixes are then forgotten.
+        Names and shapes are the Hugging Face checkpoint's, `dtypes` torch's. `version`, given with
+        the last bucket, becomes the engine's, and cached prefixes are then forgotten.
         """
-        body: dict[str, Any] = {"names": list(names), "dtypes": list(dtypes), "shapes": [list(shape) for shape in shapes]}
-        body |= {"group_name": group, "load_format": "flattened_bucket" if flattened else None, "flush_cache": version is not None}
-        await self._control("/update_weights_from_distributed", body | _version(version))
+        tensors = {"names": list(names), "dtypes": list(dtypes), "shapes": [list(shape) for shape in shapes]}
+        await self._control("/update_weights_from_distributed", {**tensors, "group_name": group, **_bucket(version)})
 
     async def take_bucket(self, handles: Sequence[str], *, version: int | None = None) -> None:
         """Copy tensors from shared memory, by a handle for each tensor parallel rank.
 
         The server dies of a handle that cannot be opened. `version` as in `receive_bucket`.
         """
-        body = {"serialized_named_tensors": list(handles), "load_format": "flattened_bucket", "flush_cache": version is not None}
-        await self._control("/update_weights_from_tensor", body | _version(version))
+        await self._control("/update_weights_from_tensor", {"serialized_named_tensors": list(handles), **_bucket(version)})
 
     async def load_weights(self, path: Path, *, version: int, timeout_s: float | None = None) -> None:
         """Read weights from a Hugging Face directory of the engine's machine; flush the cache.
@@ -268,8 +253,8 @@ class EngineClient:
         SGLang dies of other shapes than the running model's. The load format is explicit: a server
         started without weights would make weights up again.
         """
-        body = {"model_path": str(path), "load_format": "auto", "flush_cache": True}
-        await self._control("/update_weights_from_disk", body | _version(version), timeout_s=timeout_s)
+        body = {"model_path": str(path), "load_format": "auto", "flush_cache": True, "weight_version": str(version)}
+        await self._control("/update_weights_from_disk", body, timeout_s=timeout_s)
 
     async def checksums(self) -> dict[str, str]:
         """Return the checksum of each weight by engine name, on each tensor parallel rank.
@@ -278,11 +263,8 @@ class EngineClient:
         are one weight of an engine.
         """
         answer = await self._control("/weights_checker", {"action": "checksum", "selector": "target"})
-        return {
-            f"{name} (tp rank {tp_rank})": checksum
-            for tp_rank, rank in enumerate(answer["ranks"])
-            for name, checksum in rank["checksums"].items()
-        }
+        ranks = [(f"(tp rank {number})", rank["checksums"]) for number, rank in enumerate(answer["ranks"])]
+        return {f"{name} {where}": checksum for where, checksums in ranks for name, checksum in checksums.items()}
 
     # HTTP
 
@@ -355,5 +337,6 @@ def _noted(task: "asyncio.Task[Result]") -> "asyncio.Task[Result]":
     return task
 
 
-def _version(version: int | None) -> dict[str, str]:
-    return {} if version is None else {"weight_version": str(version)}
+def _bucket(version: int | None) -> dict[str, Any]:
+    last = {"flush_cache": False} if version is None else {"flush_cache": True, "weight_version": str(version)}
+    return {"load_format": "flattened_bucket", **last}

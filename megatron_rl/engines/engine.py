@@ -37,29 +37,22 @@ FIRST_PORT, LAST_PORT = 20000, 32000
 
 @dataclass(frozen=True, slots=True)
 class EngineAddress:
-    """Facts about a running engine for a client.
-
-    `context_length` and `max_total_tokens` are in tokens: the longest sequence, and the size of the
-    key-value pool shared by all running requests. `has_tokenizer` is False when the server takes
-    and gives token ids only (no stop strings). `mixture` is set when the server records the experts
-    of tokens.
-    """
+    """Facts about a running engine for a client."""
 
     url: str
     api_key: str = field(repr=False)
     vocab_size: int
-    context_length: int
-    max_total_tokens: int
-    has_tokenizer: bool
-    mixture: MixtureShape | None = None
+    context_length: int  # tokens of the longest sequence
+    max_total_tokens: int  # of the key-value pool, shared by all running requests
+    has_tokenizer: bool  # without one there are no stop strings
+    mixture: MixtureShape | None = None  # when the server records the experts of tokens
 
 
 class Engine:
     """One SGLang server. The server ends with the process that made this object, also after a kill.
 
     `arguments` are those of `server_arguments`. `log_path` gets all output of the server; `gpu_ids`
-    are the visible GPUs; `host` is the address to bind; `port` None chooses a free one; `mixture`
-    is the shape of the recorded experts.
+    are the visible GPUs; `host` is the address to bind; `port` None chooses a free one.
     """
 
     def __init__(
@@ -72,10 +65,7 @@ class Engine:
         port: int | None = None,
         mixture: MixtureShape | None = None,
     ) -> None:
-        self._gpu_ids = tuple(gpu_ids)
-        self._log_path = log_path
-        self._mixture = mixture
-        self._host = host
+        self._gpu_ids, self._log_path, self._host, self._mixture = gpu_ids, log_path, host, mixture
         self._vocab_size = _vocab_size(Path(arguments["model_path"]))
         self.api_key = secrets.token_urlsafe(24)
         port = free_port(host) if port is None else check_port(host, port)
@@ -93,8 +83,8 @@ class Engine:
     def start(self, *, timeout_s: float = START_S) -> EngineAddress:
         """Start the server and wait until requests are served.
 
-        Raises EngineError with the tail of the log for a dead server. Raises DeadlineError without
-        service within `timeout_s`; the server is then stopped.
+        Raises EngineError for a dead server, and DeadlineError after `timeout_s`, both with the tail
+        of the log; the server is then stopped.
         """
         if self._process is not None:
             raise EngineError(f"the engine at {self.url} was started before; make a new Engine")
@@ -117,10 +107,18 @@ class Engine:
             wait = partial(self._wait_for, until_s=time.monotonic() + timeout_s, timeout_s=timeout_s)
             wait("/ready", request_s=ENGINE_READY_S)
             # On a loaded machine these take as long as a generation.
-            address = self._address(*map(wait, ("/v1/models", "/server_info")))
+            models, server = (json.loads(wait(path)) for path in ("/v1/models", "/server_info"))
             self._scratch.note(shared_memory_of(_group_members(self._process.pid)))
             self._served = True
-            return address
+            return EngineAddress(
+                url=self.url,
+                api_key=self.api_key,
+                vocab_size=self._vocab_size,
+                context_length=int(models["data"][0]["max_model_len"]),
+                max_total_tokens=int(server["max_total_num_tokens"]),
+                has_tokenizer=not self._arguments["skip_tokenizer_init"],
+                mixture=self._mixture,
+            )
         except BaseException:
             self.stop()
             raise
@@ -133,18 +131,14 @@ class Engine:
         if status is not None:
             cause = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
             kind = EngineDiedError if status < 0 or self._served else EngineError
-            raise kind(f"the SGLang server at {self.url} died ({cause}); the end of its log {self._log_path}:\n{self._log_tail()}")
+            raise kind(f"the SGLang server at {self.url} died ({cause}){self._log_tail()}")
 
     def _log_tail(self) -> str:
-        if not self._log_path.exists():
-            return ""
-        return "\n".join(self._log_path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
+        lines = self._log_path.read_text(errors="replace").splitlines() if self._log_path.exists() else []
+        return "\n".join([f"; the end of its log {self._log_path}:", *lines[-LOG_TAIL_LINES:]])
 
     def stop(self) -> None:
-        """Kill the server with every process of the process group, and reap it; twice does no harm.
-
-        SGLang's own shutdown takes 5 seconds and saves nothing.
-        """
+        """Kill the server with its process group, and reap it; SGLang's own shutdown saves nothing."""
         if self._process is None or self._scratch is None:
             return
         with suppress(ProcessLookupError):
@@ -177,20 +171,15 @@ class Engine:
         return environment
 
     def _wait_for(self, path: str, *, until_s: float, timeout_s: float, request_s: float = math.inf) -> bytes:
-        """Return the body of a GET, repeated until success, each try for at most `request_s`.
-
-        Raises EngineError when the server dies, DeadlineError after `until_s`, a monotonic time.
-        """
+        """Return the body of a GET, repeated until success or `until_s`, each for `request_s` at most."""
         while True:
             self.check()
             body = self._get(path, timeout_s=min(request_s, max(POLL_S, until_s - time.monotonic())))
             if body is not None:
                 return body
             if time.monotonic() > until_s:
-                raise DeadlineError(
-                    f"the SGLang server at {self.url} does not answer {path} after {timeout_s:.0f} s"
-                    f" (model.deadline_s); the end of its log {self._log_path}:\n{self._log_tail()}"
-                )
+                late = f"does not answer {path} after {timeout_s:.0f} s (model.deadline_s)"
+                raise DeadlineError(f"the SGLang server at {self.url} {late}{self._log_tail()}")
             time.sleep(POLL_S)
 
     def _get(self, path: str, *, timeout_s: float) -> bytes | None:
@@ -203,17 +192,6 @@ class Engine:
                 return bytes(response.read())
         except (urllib.error.URLError, http.client.HTTPException, OSError):
             return None
-
-    def _address(self, models: bytes, server: bytes) -> EngineAddress:
-        return EngineAddress(
-            url=self.url,
-            api_key=self.api_key,
-            vocab_size=self._vocab_size,
-            context_length=int(json.loads(models)["data"][0]["max_model_len"]),
-            max_total_tokens=int(json.loads(server)["max_total_num_tokens"]),
-            has_tokenizer=not self._arguments["skip_tokenizer_init"],
-            mixture=self._mixture,
-        )
 
 
 def free_port(host: str) -> int:
@@ -237,9 +215,8 @@ def check_port(host: str, port: int) -> int:
         raise UserError(f"port {port} on {host} is in use, an engine needs a free one; choose another or let the engine choose")
     if error.errno == errno.EACCES:
         raise UserError(f"port {port} on {host} is for the system's own services ({error.strerror}); choose one above 1023")
-    raise UserError(
-        f"{host} is no address of this machine ({error.strerror}), needs one that it can listen on, such as 127.0.0.1; choose another"
-    )
+    got = f"{host} is no address of this machine ({error.strerror})"
+    raise UserError(f"{got}, needs one that it can listen on, such as 127.0.0.1; choose another")
 
 
 def _bind_error(host: str, port: int) -> OSError | None:
@@ -261,18 +238,15 @@ def _vocab_size(model_path: Path) -> int:
         config: dict[str, Any] = json.loads((model_path / "config.json").read_text())
         return int(config["vocab_size"])
     except (OSError, json.JSONDecodeError, KeyError) as error:
-        raise UserError(
-            f"{model_path} has no config.json with a vocab_size ({error!r}); give a Hugging Face directory as model.path"
-        ) from error
+        got = f"{model_path} has no config.json with a vocab_size ({error!r})"
+        raise UserError(f"{got}; give a Hugging Face directory as model.path") from error
 
 
 def _group_members(group: int) -> list[int]:
     """Return process ids of the members of a process group, without zombies."""
     members = []
     for process in psutil.process_iter(["pid", "status"]):
-        try:
+        with suppress(ProcessLookupError):
             if os.getpgid(process.pid) == group and process.info["status"] != psutil.STATUS_ZOMBIE:
                 members.append(process.pid)
-        except ProcessLookupError:
-            continue
     return members

@@ -55,9 +55,9 @@ class EnginePool:
 
     A request takes the slots of all its samples together, from the least busy usable engine; an
     idle engine also gives more than `max_requests`. A usable engine is a member that serves the
-    current weights (the initial engines, later members after `admit`) and has not failed since the
-    last `readmit`. A request waits while no engine was ever admitted, and raises the reason once
-    the last usable engine has failed or left. Lives on one event loop.
+    current weights (an initial or admitted one) and has not failed since the last `readmit`. A
+    request waits while no engine was ever admitted, and raises the reason once the last usable
+    engine has failed or left. Lives on one event loop.
     """
 
     def __init__(self, clients: Sequence[EngineClient] = (), *, max_requests: int) -> None:
@@ -116,10 +116,7 @@ class EnginePool:
         return bool(left)
 
     async def while_it_stays(self, client: EngineClient, call: Awaitable[Result]) -> Result:
-        """Return the result of a `call` to `client`, which is cancelled when the engine leaves.
-
-        A lost machine never answers. Raises EngineError for an engine that left.
-        """
+        """Return the result of a `call`. Raises EngineError when the engine leaves: no answer comes."""
         asking = asyncio.ensure_future(call)
         try:
             await asyncio.wait((asking, self.departure(client)), return_when=asyncio.FIRST_COMPLETED)
@@ -131,10 +128,7 @@ class EnginePool:
                 await asyncio.wait([asking])
 
     async def unless_it_leaves(self, client: EngineClient, call: Awaitable[Result]) -> Result | None:
-        """Return the result of a `call` to `client`, or None for a dead engine, which has left.
-
-        Raises EngineError for a failed call to an engine that stays.
-        """
+        """Return the result of a `call`, None for an engine that leaves. Raises EngineError otherwise."""
         try:
             return await self.while_it_stays(client, call)
         except EngineError:
@@ -183,8 +177,7 @@ class EnginePool:
 
         `arrival` is the group's, by default now: later turns of a group precede other groups, which
         would push its prefixes out of the engines' caches. `preferred` is chosen when usable and
-        free within AFFINITY_WAIT_S; meanwhile later requests do not get these slots. Raises the
-        reason why the last usable engine failed or left.
+        free within AFFINITY_WAIT_S; meanwhile later requests do not get these slots.
         """
         number = self.arrival()
         client = await self._take(_Waiter(urgency, number if arrival is None else arrival, number, count, preferred))

@@ -15,9 +15,8 @@ LOWEST_TEMPERATURE = 1e-6
 class Sampling:
     """Sampling of one request: `temperature` 0 takes the likeliest token.
 
-    `max_tokens`, `stop` strings and `stop_token_ids` end a response and are kept. `seed` is the
-    first sample's, and others count on from it: a deterministic engine alone reads seeds, and would
-    draw every sample with one.
+    `stop` strings and `stop_token_ids` end a response and are kept. `seed` is the first sample's,
+    and others count on from it, for a deterministic engine.
     """
 
     temperature: float = 1.0

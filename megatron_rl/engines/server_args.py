@@ -67,7 +67,6 @@ CPU_DEFAULTS: dict[str, Any] = {
     "max_total_tokens": 32768,  # else the KV pool takes 72 % of the machine's memory
     "cuda_graph_backend_decode": "disabled",
     "cuda_graph_backend_prefill": "disabled",
-    "log_level": "warning",
 }
 """What a server without a GPU starts with where the user sets nothing else."""
 
@@ -77,8 +76,6 @@ CPU_DETERMINISTIC: dict[str, Any] = {
     "mem_fraction_static": 0.5,  # else SGLang keeps more than there is for prompts of any length
 }
 """The same for a server with `enable_deterministic_inference`."""
-
-GPU_DEFAULTS: dict[str, Any] = {"log_level": "warning"}
 
 SHORT_PROMPT_TOKENS = 32
 """Longest prompts that are computed anew rather than looked up: see `keeps_prefixes`."""
@@ -109,11 +106,7 @@ def field_types() -> dict[str, tuple[Any, tuple[Any, ...] | None]]:
 
 
 def validate_server_args(arguments: Mapping[str, Any]) -> None:
-    """Check `rollout.sglang` against the installed SGLang.
-
-    Raises UserError for an unknown name, a value of the wrong type or outside the choices, and a
-    name owned by the system.
-    """
+    """Raise UserError for a name or value in `rollout.sglang` that cannot be set in this SGLang."""
     for name, value in arguments.items():
         reasons = [OWNED[name]] if name in OWNED else [why for prefix, why in OWNED_PREFIXES.items() if name.startswith(prefix)]
         if reasons:
@@ -147,7 +140,7 @@ def validate_server_args(arguments: Mapping[str, Any]) -> None:
 def check_tensor_parallel(arguments: Mapping[str, Any], config: Mapping[str, Any], *, origin: str) -> None:
     """Raise UserError for a tp_size that does not divide the heads of `config` in `origin`.
 
-    SGLang reports the fault after loading everything. More ranks may share a key-value head.
+    SGLang would load everything first. Ranks may share a key-value head.
     """
     ranks = arguments.get("tp_size", 1) // (arguments.get("dp_size", 1) if arguments.get("enable_dp_attention") else 1)
     heads = config.get("num_attention_heads")
@@ -201,13 +194,12 @@ def server_arguments(
 ) -> dict[str, Any]:
     """Return the fields for one server but its address: defaults, then the user's, then ours.
 
-    A `colocated` server on GPUs allocates releasable memory.
-    `max_prompt_tokens` None: requests are not only prompts. Without `has_weights` the directory
-    describes the model alone. Raises UserError for a value that JSON cannot carry.
+    A `colocated` server on GPUs allocates releasable memory. `max_prompt_tokens` None: requests are
+    not only prompts. Without `has_weights` the directory describes the model alone.
     """
-    defaults = dict(CPU_DEFAULTS if device_kind == "cpu" else GPU_DEFAULTS)
-    if device_kind == "cpu" and user.get("enable_deterministic_inference"):
-        defaults |= CPU_DETERMINISTIC
+    defaults: dict[str, Any] = {"log_level": "warning"}
+    if device_kind == "cpu":
+        defaults |= CPU_DEFAULTS | (CPU_DETERMINISTIC if user.get("enable_deterministic_inference") else {})
     if not keeps_prefixes(device_kind=device_kind, max_prompt_tokens=max_prompt_tokens):
         defaults["disable_radix_cache"] = True
     owned: dict[str, Any] = {

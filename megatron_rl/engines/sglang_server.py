@@ -10,16 +10,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.deadlines import ENGINE_STORE_S
-from megatron_rl.engines.on_cpu.sglang_shims import (
-    allocate_host_memory_unpinned,
-    allow_deterministic_inference,
-    compile_nothing,
-    fork_server_processes,
-    gate_shared_experts_in_torch,
-    provide_vllm_operators,
-    refuse_deadly_requests,
-    take_cpu_for_the_device,
-)
+from megatron_rl.engines.on_cpu import sglang_shims
 from megatron_rl.leftovers import die_with_parent
 
 if TYPE_CHECKING:
@@ -29,8 +20,7 @@ if TYPE_CHECKING:
 def serve_rendezvous(arguments: dict[str, Any]) -> "TCPStore | None":
     """Serve the ranks' store on the server's own address; rank 0 would open it to every interface.
 
-    The returned object keeps the store alive. With a dp_size above 1 (of attention) return None:
-    SGLang then checks that nobody listens at the port yet.
+    The result keeps the store alive; None with a dp_size above 1, when SGLang wants a free port.
     """
     if arguments.get("dp_size", 1) > 1:
         return None
@@ -50,29 +40,30 @@ def main() -> None:
     on_cpu = arguments["device"] == "cpu"
     deterministic = on_cpu and bool(arguments.get("enable_deterministic_inference"))
     if on_cpu:
-        provide_vllm_operators()
-        fork_server_processes()
-        take_cpu_for_the_device()
+        sglang_shims.provide_vllm_operators()
+        sglang_shims.fork_server_processes()
+        sglang_shims.take_cpu_for_the_device()
     if deterministic:
-        compile_nothing()
+        # SGLang compiles the seeded sampling again for each batch size.
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import ServerArgs
     from sglang.srt.utils import kill_process_tree
 
-    refuse_deadly_requests()
+    sglang_shims.refuse_deadly_requests()
     load_plugins()
     if on_cpu:
         from megatron_rl.engines.on_cpu.sglang_attention import register
 
         register(invariant=deterministic)
-        allocate_host_memory_unpinned()
-        gate_shared_experts_in_torch()
+        sglang_shims.allocate_host_memory_unpinned()
+        sglang_shims.gate_shared_experts_in_torch()
     products = None
     if deterministic:
         from megatron_rl.engines.on_cpu.deterministic_cpu import invariant_products
 
-        allow_deterministic_inference()
+        sglang_shims.allow_deterministic_inference()
         # The scheduler is a fork of this process.
         products = invariant_products()
     store = serve_rendezvous(arguments)

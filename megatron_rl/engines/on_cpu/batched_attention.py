@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 class Bucket:
     """Requests of similar length, padded to the longest.
 
-    `slots` [R, L] are cache slots and `queries` [R, Q] positions among the N new tokens, 0 in the
+    `slots` [R, L] in the cache and `queries` [R, Q], positions among the N new tokens, are 0 in the
     padding; `is_query` [R, Q]; `mask` [R, 1, Q, L] is True where a query may look.
     """
 
@@ -30,9 +30,8 @@ def make_buckets(slots_of_row: Tensor, rows: Tensor, lengths: Tensor, new_length
     """Yield buckets over requests of `lengths` [B] tokens, the last `new_lengths` [B] of them new.
 
     `slots_of_row` [rows, context] holds the cache slot of each token, `rows` [B] the row of each
-    request. New tokens of requests are adjacent. Requests share a bucket when both lengths agree up
-    to a factor of two, so that padding at most doubles either. `invariant` pads a bucket to that
-    power of two: the shape of a request, and so the order of summation, follows from it alone.
+    request. Padding at most doubles either length: a bucket's agree up to a factor of two.
+    `invariant` pads to that power of two, so that a request alone gives the order of summation.
     """
     starts = torch.cumsum(new_lengths, 0) - new_lengths
     sizes = torch.stack([lengths, new_lengths]).double().log2().ceil()

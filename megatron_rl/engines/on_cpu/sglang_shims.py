@@ -2,7 +2,6 @@
 
 import functools
 import multiprocessing
-import os
 import sys
 import types
 from collections.abc import Sequence
@@ -54,16 +53,10 @@ def provide_vllm_operators() -> None:
     sys.modules[operators.__name__] = operators
 
 
-def compile_nothing() -> None:
-    """Run torch code uncompiled. SGLang compiles the seeded sampling again for each batch size."""
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"
-
-
 def fork_server_processes() -> None:
-    """Let SGLang fork the scheduler and detokenizer instead of spawning them.
+    """Let SGLang fork the scheduler and detokenizer, as a CUDA context does not allow.
 
-    Forked children have the imports, 10 CPU seconds each: half of the start, and 400 MiB less. A
-    CUDA context does not survive a fork.
+    Forked children have the imports, 10 CPU seconds each: half of the start, and 400 MiB less.
     """
     original = multiprocessing.set_start_method
 

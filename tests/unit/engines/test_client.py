@@ -387,12 +387,13 @@ def test_every_wait_has_a_deadline(call: str) -> None:
 def test_a_bucket_sets_version_and_flushes_only_at_the_end() -> None:
     async def work(client: EngineClient) -> None:
         await client.receive_bucket(["a"], dtypes=["float32"], shapes=[(1, 2)], group="g")
-        await client.receive_bucket(["b"], dtypes=["float32"], shapes=[(3,)], group="g", version=7, flattened=False)
+        await client.receive_bucket(["b"], dtypes=["float32"], shapes=[(3,)], group="g", version=7)
 
     _, seen = talk(always({"success": True, "message": ""}), work)
     (_, first), (_, last) = seen
-    assert first["flush_cache"] is False and "weight_version" not in first and first["load_format"] == "flattened_bucket"
-    assert last["flush_cache"] is True and last["weight_version"] == "7" and last["load_format"] is None
+    assert first["flush_cache"] is False and "weight_version" not in first
+    assert last["flush_cache"] is True and last["weight_version"] == "7"
+    assert first["load_format"] == last["load_format"] == "flattened_bucket"
     assert first["shapes"] == [[1, 2]]
 
 
