@@ -29,12 +29,10 @@ class Reward(Protocol):
     """`reward.function`: the quality of a sample. Runs in worker processes, sync or async."""
 
     def __call__(self, *, sample: "Sample") -> float | Mapping[str, float]:
-        """Return a finite number, or a mapping with the key `reward`; other items are components.
+        """Return a finite number, or a mapping with the key `reward`; other items are recorded.
 
-        Components are recorded. `sample` has text and ids of prompt and response, `truncated`,
-        `num_turns`, label and metadata; its experts are not sent. `sample` is the last of a
-        trajectory's samples, and the result is the reward of all. The rollout puts needed facts
-        about earlier samples into the last sample's metadata.
+        `sample`, sent without experts, is the last of a trajectory's samples, and the result is the
+        reward of all. The rollout puts needed facts about earlier ones into the last's metadata.
         """
         ...
 
@@ -46,7 +44,7 @@ class Generator(Protocol):
     def context(self) -> int:
         """Tokens of a prompt and response together: in an engine, and in a trainer's micro-batch.
 
-        A sample with more is a failure of the rollout, as is a call whose prompt leaves no room for
+        A sample with more is a failure of the rollout, as is a call without room for
         `sampling.max_tokens`.
         """
         ...
@@ -56,11 +54,11 @@ class Generator(Protocol):
     ) -> "tuple[Generation, ...]":
         """Return `num_samples` responses to `token_ids` [P], from one engine.
 
-        Each call is a separate request. The request occupies an engine only until the answer, goes
-        to another engine on failure, and is aborted when the awaiting task is cancelled. Calls may
-        run at the same time. Give the requests of one conversation the same `session`, any name
-        unique among the names of this prompt. Such requests prefer the engine with the computed
-        earlier turns, and their seeds do not depend on the duration of other conversations' tools.
+        Each call is a request, also at the same time as others: it occupies an engine only until the
+        answer, goes to another engine on failure, and is aborted when the awaiting task is
+        cancelled. Give the requests of one conversation a `session`, a name unique for this prompt:
+        they prefer the engine with the computed earlier turns, and their seeds do not depend on the
+        duration of other conversations' tools.
         """
         ...
 
@@ -88,24 +86,19 @@ class Rollout(Protocol):
         history than the tokens before say is a sample with a prompt of its own,
         `dataclasses.replace(prompt, token_ids=.., text=..)`.
 
-        A call that raises, takes longer than `rollout.timeout_s` or returns another type is
-        repeated for each trajectory alone, with `num_samples` 1. A trajectory with repeated
-        failures is left out and counted by cause.
+        A failed call is repeated for each trajectory alone, with `num_samples` 1. A trajectory with
+        repeated failures is left out and counted by cause.
         """
         ...
 
 
 class Filter(Protocol):
-    """`rollout.filter.function`: selection of the groups for a step.
-
-    Called once for each group, after the group and its rewards are finished.
-    """
+    """`rollout.filter.function`: selection of the groups for a step, once for each finished group."""
 
     def __call__(self, *, group: "Group") -> str | None:
         """Return None to keep the group, or a reason for the buffer to note beside the group.
 
-        `group` has a sample whose reward has a value, and was not left out by
-        objective.zero_variance.
+        `group` has a scored sample, and was not left out by objective.zero_variance.
         """
         ...
 
@@ -117,8 +110,7 @@ class Advantage(Protocol):
         """Return one advantage per trajectory, [B] float64, for all its tokens.
 
         `rewards` [B] float64; `group_ids` [B], equal for trajectories of one prompt, in any order;
-        `lengths` [B], trainable tokens. Also called for one group alone, to find groups with all
-        advantages 0.
+        `lengths` [B], trainable tokens. Called for a group alone to find one with all advantages 0.
         """
         ...
 
@@ -132,17 +124,13 @@ class PolicyLoss(Protocol):
 
 
 class DataSource(Protocol):
-    """`data.source`, a class: the endless source of training rows.
+    """`data.source`, a class: the endless source of training rows, in the driver alone.
 
-    Only the driver has one, whatever the arrangement of ranks. Rows follow from the seed and the
-    arguments alone, and do not depend on the number of rows in a request.
+    Rows follow from the seed and the arguments, whatever the number of rows in a request.
     """
 
     state: Any
-    """The position, as a value with a form in JSON.
-
-    A source set to an earlier position, also another process's, goes on from that position.
-    """
+    """The position, as a value with a form in JSON; set to another process's, a source goes on there."""
 
     def __init__(self, *, seed: int) -> None:
         """Start at the first row. `seed` is run.seed."""
@@ -150,8 +138,7 @@ class DataSource(Protocol):
     def next_rows(self, count: int) -> Sequence[Mapping[str, Any]]:
         """Return the next `count` rows, each with the fields of a line of data.train.
 
-        Fields are prompt, label, for supervised training response, and others, given to reward
-        functions as metadata.
+        Fields are prompt, label, for supervised training response, and others: metadata.
         """
         ...
 

@@ -1,8 +1,4 @@
-"""The loader of plug-ins, found as `package.module:name`.
-
-`load` checks without a call: a working import, the arguments of the kind, and the existence and
-annotated type of each further argument. `runtime/plugin_contracts` also calls the plug-in.
-"""
+"""The loader of plug-ins, found as `package.module:name`, checked here without a call."""
 
 import difflib
 import functools
@@ -30,8 +26,8 @@ from megatron_rl.plugins.kinds import KINDS, Kind, PluginKind
 def load(path: str, *, kind: PluginKind, args: Mapping[str, Any] = MappingProxyType({})) -> Callable[..., Any]:
     """Return the plug-in at `path` with `args` filled in; the kind's arguments remain, by keyword.
 
-    Searched on PYTHONPATH, then in the current directory. The import runs the user's module. Raises
-    UserError for a failed import, a mismatch with the arguments of the kind, or refused `args`.
+    Searched on PYTHONPATH, then in the current directory. Raises UserError for a failed import, a
+    mismatch with the arguments of the kind, or refused `args`.
     """
     spec = KINDS[kind]
     function = _find(path, setting=spec.setting)
@@ -51,10 +47,9 @@ class _TimeIsOver(BaseException):
 
 @contextmanager
 def without_exits(name: str, *, doing: str, timeout_s: float | None = None) -> Iterator[None]:
-    """Run the code of the plug-in `name`, in the body.
+    """Run the code of the plug-in `name`, in the body; the user's interrupt ends it as ever.
 
-    An interrupt by the user ends the body as ever. Raises UserError where the code exits,
-    interrupts itself or, in the main thread, takes longer than `timeout_s` seconds.
+    Raises UserError for an exit, an own interrupt and, in the main thread, after `timeout_s`.
     """
     in_main = threading.current_thread() is threading.main_thread()
     interrupts: list[int] = []
@@ -88,10 +83,7 @@ def without_exits(name: str, *, doing: str, timeout_s: float | None = None) -> I
 
 
 def kind_of(path: str) -> PluginKind:
-    """Return the kind whose arguments the plug-in at `path` takes by name.
-
-    Raises UserError without such a kind, and for a failed import.
-    """
+    """Return the kind whose arguments the plug-in at `path` takes by name."""
     function = _find(path, setting="plug-in")
     named = _signature(function, path=path, setting="plug-in").parameters.keys()
     # A data source is the only class among the kinds; `seed` may be an own argument of a function.

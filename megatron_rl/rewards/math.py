@@ -8,8 +8,8 @@ from megatron_rl.types import Sample
 def score(*, sample: Sample) -> float:
     """Return 1.0 when the response's last answer (LaTeX or plain) equals the label, else 0.0.
 
-    Equality is mathematical. math-verify's own timeouts are off: they use signal.alarm, and the
-    worker process is stopped from outside. Raises ValueError for a label without an expression.
+    math-verify's own timeouts are off: they use signal.alarm, and the worker process is stopped from
+    outside. Raises ValueError for a label without an expression.
     """
     label = sample.prompt.label
     if label is None:

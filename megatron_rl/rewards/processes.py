@@ -32,12 +32,10 @@ class WorkerProcess(SpawnProcess):
         self.kill()
 
     def is_alive(self) -> bool:
-        """Return as for any process; kill the rest of a session whose worker ended by itself.
-
-        The kernel does not reuse the number while the session has members, and hardly within the
-        tenth of a second otherwise.
-        """
+        """Return as for any process; kill the rest of a session whose worker ended by itself."""
         alive = super().is_alive()
+        # The kernel does not reuse the number while the session has members, and hardly within the
+        # tenth of a second otherwise.
         if not alive and self.pid is not None:
             _kill_session(self.pid)
         return alive
@@ -62,8 +60,7 @@ def worker_states() -> list[tuple[int, str]]:
 def start_tracker() -> None:
     """Start Python's tracker of semaphores, if not running yet, without the tracker's one warning.
 
-    The tracker outlives a killed driver, removes the semaphores of the workers, and reports the
-    removal as a leak in two lines on the terminal.
+    The tracker outlives a killed driver, and reports removed semaphores as a leak on the terminal.
     """
     # The flags of this process, inherited by the tracker.
     sys.warnoptions.append("ignore:resource_tracker:UserWarning")
@@ -74,10 +71,7 @@ def start_tracker() -> None:
 
 
 def lead_session(log_path: Path | None) -> None:
-    """Begin a session in a worker; the session ends with the parent.
-
-    Printed output goes to the file `log_path`, or to standard error.
-    """
+    """Begin a session in a worker, to end with the parent; print to `log_path` or standard error."""
     os.setsid()
     # A daemon made by the reward function becomes a child of this worker, not of init, and ends
     # with the worker.

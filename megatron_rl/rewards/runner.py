@@ -37,28 +37,22 @@ MAX_CALLS = 64
 class RewardRunner:
     """Worker processes that call `reward.function`; use as a context manager, or call `close`.
 
-    The function is a `kinds.Reward`; of a mapping, the item `reward` counts and the others are
-    recorded. One worker makes one call at a time. A call longer than `timeout_s` ends the worker
-    and every process started there, and the worker is replaced. Calls requested in the same moment
-    go to a worker together, as many as take `TASK_S` at the recent pace. Where one call stops the
-    worker, or hangs, all are repeated, each alone, so that every call has a separate outcome.
-    Workers are replaced when none takes a call for REWARD_TAKE_S seconds, for example because one
-    was stopped; `note` is called before. Output printed by the function goes to the file
-    `log_path`, where given.
+    A call longer than `timeout_s` ends the worker and every process started there, and the worker
+    is replaced. Calls requested in the same moment go to a worker together, as many as take `TASK_S`
+    at the recent pace. Where one call stops the worker, or hangs, all are repeated, each alone, so
+    that every call has a separate outcome. Workers are replaced when none takes a call for
+    REWARD_TAKE_S seconds; `note` is called before. Printed output goes to `log_path`, where given.
     """
 
     def __init__(
         self, settings: RewardSettings, *, num_workers: int = 1, log_path: Path | None = None, note: Callable[[str], None] = print
     ) -> None:
-        self._settings, self._num_workers = settings, num_workers
-        self._note = note
-        self._log_path = log_path
+        self._settings, self._num_workers, self._log_path, self._note = settings, num_workers, log_path, note
         if log_path is not None:
             with disk_errors(log_path):
                 log_path.parent.mkdir(parents=True, exist_ok=True)
         self._call_s = TASK_S
-        # Awaited calls, the time when one was last begun or finished, and if a lack of progress was
-        # noted.
+        # Awaited calls, the time when one was last begun or finished, and if a lack was noted.
         self._num_calls, self._progress_s, self._noted = 0, 0.0, False
         # The collected calls, and the task that makes them.
         self._together: tuple[list[Sample], asyncio.Task[list[Reward]]] | None = None
@@ -76,11 +70,7 @@ class RewardRunner:
         self._pool.join()
 
     def probe(self, prompt: Prompt, *, response: str = "") -> Reward:
-        """Import the function, check the signature and call it once, before costly starts.
-
-        Raises UserError for a function that cannot be imported or called, raises, hangs, or returns
-        anything except finite numbers.
-        """
+        """Import the function, check the signature and call it once. Raises UserError."""
         path = self._settings.function
         try:
             problem = self._begin(check_function, timeout_s=PLUGIN_IMPORT_S).result()
@@ -89,9 +79,8 @@ class RewardRunner:
         except ProcessExpired as error:
             raise UserError(f"{SETTING} {path} ended its process while it was imported (exit status {error.exitcode})") from error
         except BrokenProcessPool as error:
-            raise UserError(
-                f"the reward workers end as soon as they start; look for the reason in {self._log_path or 'what they print'}"
-            ) from error
+            where = self._log_path or "what they print"
+            raise UserError(f"the reward workers end as soon as they start; look for the reason in {where}") from error
         if problem is not None:
             raise UserError(problem)
         sample = probe_sample(prompt, response)

@@ -1,7 +1,7 @@
 """The inside of a reward worker process: load the user's function once, call it, report outcomes.
 
-Every outcome is a value. Kept light: a worker imports the user's module and nothing of torch,
-SGLang or Ray. Calls run in the worker's main thread, so a reward function may use signals.
+Kept light: a worker imports the user's module and nothing of torch, SGLang or Ray. Calls run in the
+worker's main thread, so a reward function may use signals.
 """
 
 import asyncio
@@ -25,10 +25,7 @@ REWARD_KEY = "reward"
 
 @functools.cache
 def load_score(path: str, args: str) -> Callable[..., Any]:
-    """Load the reward function at `path` with its arguments, a JSON text.
-
-    Raises UserError when the function cannot be imported or called.
-    """
+    """Load the reward function at `path` with its arguments, a JSON text."""
     return load(path, kind="reward", args=json.loads(args))
 
 
@@ -51,11 +48,6 @@ def call_all(path: str, args: str, *, samples: Sequence[Sample]) -> tuple[list[R
     return rewards, slowest_s
 
 
-def _first_line(text: str) -> str:
-    """Return the first line of `text` that is not blank, empty where all are."""
-    return next((line.strip() for line in text.splitlines() if line.strip()), "")
-
-
 def _call(path: str, args: str, sample: Sample) -> Reward:
     """Score one sample; whatever the user's function does becomes an outcome."""
     try:
@@ -63,7 +55,8 @@ def _call(path: str, args: str, sample: Sample) -> Reward:
         if inspect.isawaitable(result):
             result = asyncio.run(_wait(result))
     except BaseException as error:  # the boundary where a user's error, exit or interrupt becomes an outcome
-        headline = f"{type(error).__name__}: {_first_line(str(error))}".removesuffix(": ")
+        line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+        headline = f"{type(error).__name__}: {line}".removesuffix(": ")
         return Reward(outcome=RewardOutcome.ERROR, message=f"{headline}\n{traceback.format_exc()}")
     try:
         value, components = read_result(result, name=f"reward.function {path}")
@@ -80,7 +73,7 @@ def read_result(result: object, *, name: str) -> tuple[float, dict[str, float]]:
     """Return value and components of the result of reward function `name`.
 
     A result is a finite number, or a mapping of finite numbers with the key `reward`. Raises
-    TypeError or ValueError with the returned value and the needed one.
+    TypeError or ValueError otherwise.
     """
     if not isinstance(result, Mapping):
         return _number(result, f"{name} returned"), {}

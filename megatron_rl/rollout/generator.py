@@ -2,8 +2,7 @@
 
 Answers for a group in the making are kept in the buffer, so a resumed run requests only the missing
 ones. A repeated rollout sends the same requests in the same order, as far as tools answer alike. So
-an answer is found by the whole request with the seed, and the seed also distinguishes the samples
-of one prompt.
+an answer is found by the whole request with the seed.
 """
 
 import asyncio
@@ -13,7 +12,7 @@ import io
 import time
 from collections.abc import Coroutine, Iterable, Iterator
 from contextlib import AsyncExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -36,16 +35,12 @@ KEEP_AFTER_S = 1.0
 class PoolGenerator:
     """The engines of `pool` for the rollout of one prompt; leaving the context aborts requests.
 
-    A request holds engine slots from sending until the answer, not while the rollout waits for a
-    tool.
-
     The k-th requested sample gets a seed from the text `seed` and k. So samples differ on an engine
     that draws by seeds, and are reproducible. Each session counts from a separate seed: the order
     of sessions, which depends on tool latency, changes nothing.
 
     `max_tokens` bounds prompt and answer together, as a micro-batch does; `max_answer` bounds one
-    answer. `arrival` is the group's. Answers in `kept` are not requested again. Answers that may be
-    long are added to `kept` as soon as finished.
+    answer. `arrival` is the group's. Answers in `kept` are not requested again; long ones are added.
     """
 
     def __init__(
@@ -94,14 +89,11 @@ class PoolGenerator:
     async def generate(
         self, token_ids: Ints, *, sampling: Sampling, num_samples: int = 1, session: str | None = None
     ) -> tuple[Generation, ...]:
-        """Return `num_samples` responses to `token_ids` [P], from one engine; see
-        `kinds.Generator`.
+        """Return `num_samples` responses to `token_ids` [P]; see `kinds.Generator`.
 
-        A `session` prefers the last engine, whose cache has the prefix. The request waits up to
-        `engine_pool.AFFINITY_WAIT_S` for a slot there, then takes the least busy engine. Without a
-        session each request takes the least busy one. A failed engine is retired. The request then
-        goes to the next engine with the same seeds, before other requests; the new tokens may have
-        a newer weight version. Cancelling the call aborts this request alone.
+        A `session` prefers its last engine, whose cache has the prefix. A failed engine is retired.
+        The request then goes to the next engine with the same seeds, before other requests; the new
+        tokens may have a newer weight version. Cancelling the call aborts this request alone.
 
         Raises:
             EngineError, DeadlineError: the last engine failed, with the engine's reason.
@@ -200,8 +192,7 @@ class PoolGenerator:
 class KeptAnswers:
     """Answers for the group `group_id`, in flight in `buffer`; none without a buffer.
 
-    Lives on one event loop. When the context ends by an exception, the next owner of the buffer
-    makes the group, and finds all answers.
+    After an exception the next owner of the buffer makes the group, and finds all answers.
     """
 
     def __init__(self, buffer: Buffer | None, group_id: str) -> None:
@@ -242,8 +233,7 @@ class KeptAnswers:
     def _write(self) -> None:
         assert self._buffer is not None, "without a buffer nothing is added"
         answers, self._unwritten, self._writing = self._unwritten, [], None
-        # A failed buffer write ends the run when the group is finished; here no caller could be
-        # informed.
+        # A failed write ends the run when the group is finished; here no caller could be informed.
         with contextlib.suppress(UserError):
             self._buffer.put_answers(self._group_id, answers)
 
@@ -255,16 +245,10 @@ class KeptAnswers:
 
 
 def _written(generation: Generation) -> bytes:
-    arrays: dict[str, Any] = {
-        "token_ids": generation.token_ids,
-        "log_probs": generation.log_probs,
-        "weight_versions": generation.weight_versions,
-        "stop_reason": np.array(generation.stop_reason.value),
-    }
-    if generation.routed_experts is not None:
-        arrays["routed_experts"] = generation.routed_experts
+    arrays: dict[str, Any] = {field.name: getattr(generation, field.name) for field in fields(generation)}
+    arrays["stop_reason"] = np.array(generation.stop_reason.value)
     file = io.BytesIO()
-    np.savez(file, **arrays)
+    np.savez(file, **{name: array for name, array in arrays.items() if array is not None})
     return file.getvalue()
 
 
@@ -275,10 +259,7 @@ def _read(content: bytes) -> Generation:
 
 
 def _seed(source: str) -> int:
-    """Return a seed below 2^56, equal for the same run, prompt (id with epoch) and session.
-
-    The seed stays equal in a resumed run.
-    """
+    """Return a seed below 2^56, equal for the same run, prompt (id with epoch) and session."""
     return int.from_bytes(hashlib.blake2b(source.encode(), digest_size=7).digest(), "big")
 
 

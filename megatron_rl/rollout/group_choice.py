@@ -30,16 +30,12 @@ GroupFilter = Callable[[Group], str | None]
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A finished group of a step, and the `rejection` that the buffer notes, if any.
-
-    A group without rewards may be `kept` nevertheless, as a record of the generation. Another group
-    takes the place of a `failed` one.
-    """
+    """A finished group of a step, and the `rejection` that the buffer notes, if any."""
 
     group: Group
     rejection: str | None
-    kept: bool = False
-    failed: bool = False
+    kept: bool = False  # also without rewards, as a record of the generation
+    failed: bool = False  # another group takes its place
     filtered: bool = False
 
 
@@ -49,7 +45,7 @@ class GroupChoice:
     A group with failed trajectories needs enough others for the estimator's comparison.
     """
 
-    def __init__(self, objective: Objective, *, filter: FilterSettings | None, samples_per_prompt: int) -> None:
+    def __init__(self, objective: Objective, filter: FilterSettings | None, *, samples_per_prompt: int) -> None:
         advantage = objective.advantage
         plug_in = isinstance(advantage, PlugInAdvantage)
         self._advantage = advantage.loaded(load) if isinstance(advantage, PlugInAdvantage) else advantage
@@ -72,10 +68,9 @@ class GroupChoice:
 
 
 def load_filter(settings: FilterSettings | None) -> GroupFilter:
-    """Load the filter named in the settings, with checked answers; by default keep everything.
+    """Load the filter named in the settings; by default keep everything.
 
-    Raises UserError for a filter that cannot be imported or does not take its arguments. The
-    returned filter raises UserError where the user's function fails or breaks its contract.
+    The returned filter raises UserError where the user's function fails or breaks its contract.
     """
     if settings is None:
         return lambda group: None
@@ -142,21 +137,18 @@ LIMIT = math.log(1e15)
 
 
 class IdenticalGroups:
-    """Evidence over the groups of a run that samples of one prompt are copies. Legend: n
-    trajectories.
+    """Evidence over the groups of a run that samples of one prompt are copies of each other.
 
-    Let y be the first trajectory of a group and p(y) its probability, as given by the rollout
-    log-probs. Drawn independently, the other n - 1 all equal y with probability q = p(y)^(n - 1),
-    whatever the lengths and the entropy. With X = 1 for such a group and X = 0 for others, the
-    factor (1 + X / q) / 2 has the expectation 1 given y. So the product of the factors of the
-    groups since any given one is a martingale. By Ville's inequality the product ever reaches 1 / a
-    with probability a at most. The evidence is the logarithm of the product, begun anew whenever it
-    falls below 0 (the sum of CUSUM), so that a long healthy start hides nothing. Beginning at each
-    of N groups makes the probability of a wrong alarm N a at most.
+    Let y be the first of n trajectories of a group, and p(y) its probability by the rollout
+    log-probs. Drawn independently, the others all equal y with probability q = p(y)^(n - 1). With
+    X = 1 for such a group and X = 0 for others, the factor (1 + X / q) / 2 has the expectation 1
+    given y. So the product of the factors since any given group is a martingale. By Ville's
+    inequality the product ever reaches 1 / a with probability a at most. The evidence is the
+    logarithm of the product, begun anew whenever it falls below 0 (the sum of CUSUM), so that a long
+    healthy start hides nothing. N beginnings make the probability of a wrong alarm N a at most.
 
-    A converged policy is no alarm: there q is close to 1, and an identical group is no evidence. A
-    seed shared by all samples is found in the first groups: 8 equal samples of 5 tokens with
-    probability 1/2 each give 24 nats.
+    A converged policy is no alarm: q is close to 1. A seed shared by all samples is found in the
+    first groups: 8 equal samples of 5 tokens with probability 1/2 each give 24 nats.
     """
 
     def __init__(self) -> None:
@@ -189,8 +181,5 @@ class IdenticalGroups:
 
 
 def _surprise(attempt: Sequence[Sample]) -> float:
-    """Return -log p of a trajectory's engine-made tokens, in nats.
-
-    Other tokens of the responses only make chance less likely.
-    """
+    """Return -log p of a trajectory's engine-made tokens, in nats."""
     return max(0.0, -sum(float(part.rollout_log_probs[part.weight_versions >= 0].sum(dtype=np.float64)) for part in attempt))

@@ -60,20 +60,14 @@ async def single_turn(
 
 
 def load_rollout(settings: RolloutSettings) -> Rollout:
-    """Load the rollout named in the settings, with its arguments; `single_turn` by default.
-
-    Raises:
-        UserError: the rollout cannot be imported, is not an async function, or does not take the
-            arguments of the contract or of the settings.
-    """
+    """Load the rollout named in the settings, with its arguments; `single_turn` by default."""
     return single_turn if settings.function is None else load(settings.function, kind="rollout", args=settings.args)
 
 
 class GroupMaker:
     """Makes groups by `rollout`, named in `settings`, on the engines of `pool`, with rewards by `score`.
 
-    `seed` is the run's. `max_tokens` bounds prompt and response of a sample together, as a
-    micro-batch does.
+    `max_tokens` bounds prompt and response of a sample together, as a micro-batch does.
     """
 
     def __init__(
@@ -106,13 +100,9 @@ class GroupMaker:
     ) -> Group:
         """Generate `num_samples` trajectories; score each by the last sample.
 
-        Requests hold the slots of engines, not the group; a failed request is repeated alone. A
-        trajectory that fails in ATTEMPTS attempts is one of the group's failures. Answers of a slow
-        group, and samples with slow rewards, are kept in `buffer` meanwhile, so that a killed run
-        does not generate them again.
-
-        Raises:
-            EngineError, DeadlineError: the last engine failed, with the engine's reason.
+        A trajectory that fails in ATTEMPTS attempts is one of the group's failures. Answers of a slow
+        group, and samples with slow rewards, are kept in `buffer` meanwhile, for a killed run.
+        Raises the reason why the last engine failed.
         """
         group = None if buffer is None else self._kept(buffer.finished(prompt), num_samples)
         if group is not None:
@@ -190,10 +180,7 @@ class GroupMaker:
         return Group(id=prompt.id, prompt=prompt, samples=samples, failures=failures)
 
     async def _call(self, generator: PoolGenerator, prompt: Prompt, sampling: Sampling, num_samples: int) -> Samples | Failure:
-        """Call the rollout once within `rollout.timeout_s` of its own time, and check the result.
-
-        Raises the engine's error where the last engine failed meanwhile.
-        """
+        """Call the rollout once within `rollout.timeout_s` of its own time, and check the result."""
         rollout = self._rollout(prompt=prompt, generator=generator, sampling=sampling, num_samples=num_samples, tokenizer=self._tokenizer)
         # The watchdog names a task that blocks the event loop.
         calling = asyncio.create_task(without_exit(rollout), name=f"{self.name} for prompt {prompt.id}")
@@ -248,7 +235,7 @@ def _numbered(parts: Iterable[Samples]) -> Samples:
 def with_baseline(group: Group, baseline: Reward) -> Group:
     """Return the group with the greedy response's reward as a component of every scored sample.
 
-    A greedy response that was not scored leaves no baseline: its outcome becomes every sample's.
+    The outcome of a greedy response without a score becomes every sample's.
     """
 
     def compared(sample: Sample) -> Sample:

@@ -5,7 +5,7 @@
                 on the pool's engines,               groups that teach nothing
                 then the reward workers
 
-All coroutines run on one event loop. Engines come and go; the rest exists from the start.
+All coroutines run on one event loop.
 """
 
 import asyncio
@@ -60,7 +60,7 @@ class RolloutManager:
         connections: AsyncExitStack,
         say: Callable[[str], None],
     ) -> None:
-        self._settings, self._rewards, self._buffer, self._connections = settings, rewards, buffer, connections
+        self._settings, self._buffer, self._connections = settings, buffer, connections
         self.prompts = prompts
         self.pool = EnginePool(max_requests=settings.rollout.max_concurrent_requests)
         self._maker = GroupMaker(
@@ -88,13 +88,11 @@ class RolloutManager:
             max_error_rate=settings.reward.max_error_rate,
             say=say,
         )
-        samples_per_prompt = settings.data.samples_per_prompt
-        self._choice = GroupChoice(settings.objective, filter=settings.rollout.filter, samples_per_prompt=samples_per_prompt)
+        self._choice = GroupChoice(settings.objective, settings.rollout.filter, samples_per_prompt=settings.data.samples_per_prompt)
         self._identical = IdenticalGroups()
-        # Groups in the making; the unfinished ones among awaited groups; the first failure.
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._missing: set[str] = set()
-        self._failure: BaseException | None = None
+        self._tasks: set[asyncio.Task[None]] = set()  # groups in the making
+        self._missing: set[str] = set()  # unfinished ones among awaited groups
+        self._failure: BaseException | None = None  # the first one
         self._finished = asyncio.Event()
         self._busy_since_s = self._busy_before_s = 0.0
         self._num_tokens = 0
@@ -109,19 +107,15 @@ class RolloutManager:
         """Start the reward workers, try the reward function and open the buffer, without an engine.
 
         Unfinished work is aborted at the end. `say` gets a sentence about each step in which
-        plug-ins fail in a new way, and about long waits.
-
-        Raises:
-            UserError: the reward function gives no reward for a probe, or another process holds the
-                buffer.
+        plug-ins fail in a new way, and about long waits. Raises UserError for a reward function
+        without a reward for a probe, and for a buffer of another process.
         """
         async with AsyncExitStack() as stack:
             log_path = reward_log(settings.run.directory)
             rewards = stack.enter_context(RewardRunner(settings.reward, num_workers=reward_workers(), log_path=log_path, note=say))
             for prompt in prompts.probes:
                 rewards.probe(prompt)
-            greedy = settings.objective.advantage.needs_greedy
-            present = made_by(settings.data, settings.rollout, settings.reward, greedy=greedy)
+            present = made_by(settings.data, settings.rollout, settings.reward, greedy=settings.objective.advantage.needs_greedy)
             opened = stack.enter_context(Buffer(buffer, made_by=present, note=say))
             connections = await stack.enter_async_context(AsyncExitStack())
             manager = cls(settings, prompts=prompts, rewards=rewards, buffer=opened, connections=connections, say=say)
@@ -137,14 +131,10 @@ class RolloutManager:
         return self.pool.membership.members
 
     async def join(self, addresses: Iterable[EngineAddress], *, serve_current: bool = False) -> None:
-        """Open a client to each of these engines.
-
-        Requests go there after the next weight sync, or at once with `serve_current`.
-        """
+        """Open a client to each engine, for requests after the next sync, or `serve_current` ones."""
         model = self._settings.model
         for address in addresses:
-            # A weight sync is the one long control call: an engine may read all of a large model
-            # during the call.
+            # The one long control call is a sync: an engine may read all of a large model.
             client = EngineClient(
                 address,
                 request_timeout_s=request_deadline_s(model, self._settings.rollout.sampling),
@@ -195,9 +185,8 @@ class RolloutManager:
     async def next_batch(self, step: int, *, progress: PhaseProgress) -> tuple[TrainBatch, dict[str, Metric]]:
         """Return the groups of one step, by engines with weights of version `step`, and metrics.
 
-        `step` steps are done, so users and the buffer call this one step `step` + 1. Waits for
-        groups not yet in the buffer. Up to `rollout.max_staleness` later steps are generated in the
-        meantime, and continue after the return.
+        `step` steps are done, so users and the buffer call this one step `step` + 1. Up to
+        `rollout.max_staleness` later steps are generated meanwhile, and after the return.
 
         Raises:
             UserError: too many calls failed, resampling found no groups with a signal, weights that
@@ -256,8 +245,7 @@ class RolloutManager:
         """Return the next `count` groups in the order of prompts, and the number of renewed groups.
 
         Groups are only made when young enough. A run resumed with a smaller max_staleness may still
-        find older groups, also among answers and samples of unfinished groups, which are used
-        before the training step is known.
+        find older ones, also in answers and samples of unfinished groups: hence the second renewal.
         """
         oldest = step - self._settings.rollout.max_staleness
         renewed = self._buffer.renew(count, oldest_version=oldest)
@@ -306,11 +294,10 @@ class RolloutManager:
     async def _make(self, count: int, *, step: int, progress: PhaseProgress) -> None:
         """Wait until the first `count` untrained groups are done, with later ones on their way.
 
-        The first `count` groups belong to the step after `step` steps. Every `prompts_per_step`
-        behind them belong to the next step, or to an earlier one where groups before them are left
-        out. Step s trains the weights of version s. So the last admitted group is trained on
-        `max_staleness` steps later at the latest, and all its tokens have version `step` or a later
-        one. With a staleness of 0 no group is made ahead. Raises the failure of any group.
+        The first `count` groups belong to the step after `step` steps, every `prompts_per_step`
+        behind to the next step, or to an earlier one where groups before are left out. Step s trains
+        the weights of version s. So the last admitted group is trained on `max_staleness` steps
+        later at the latest, with tokens of version `step` or later. Raises the failure of any group.
         """
         run, rollout = self._settings.run, self._settings.rollout
         self._admit(count + min(rollout.max_staleness, run.num_steps - 1 - step) * self._settings.data.prompts_per_step)
@@ -366,10 +353,9 @@ class RolloutManager:
     async def evaluate(
         self, *, progress: PhaseProgress, keep: Callable[[str, Sequence[Sample]], None] = lambda kind, samples: None
     ) -> dict[str, Metric]:
-        """Return metrics of answers to every held-out prompt, at temperature 0 and at the training temperature.
+        """Return metrics of answers to held-out prompts, at temperature 0 and that of training.
 
-        Requests go before those of training groups. `keep` gets the samples of each kind, greedy
-        and sampled.
+        Requests go before those of training groups. `keep` gets kind, greedy or sampled, and samples.
         """
 
         async def answer(prompt: Prompt, *, greedy: bool) -> Group:

@@ -15,12 +15,9 @@ MAX_LOG_PROB = 1e-3
 def check_samples(
     samples: object, *, prompt: Prompt, num_samples: int, vocab_size: int, max_tokens: int, need_experts: bool = False
 ) -> tuple[Sample, ...]:
-    """Return the samples that a rollout made of `prompt`, when the samples keep the contract.
+    """Return the samples of a rollout. Raises UserError for the first breach of the contract.
 
-    Needed are `num_samples` trajectories of a sample or more each, with at most `max_tokens` tokens
-    including the prompt.
-
-    Raises UserError for the first breach.
+    Needed are `num_samples` trajectories; `max_tokens` bounds prompt and response of each sample.
     """
     if not isinstance(samples, Sequence):
         raise UserError(f"it returned {samples!r:.60} of type {type(samples).__name__}, needs a list of Sample")
@@ -47,9 +44,14 @@ def _problem(sample: Sample, *, prompt: Prompt, vocab_size: int, max_tokens: int
     """Return the reason why a sample of `prompt` cannot be trained on, with the fix."""
     if sample.group_id != prompt.id:
         return f"group_id {sample.group_id!r}, needs {prompt.id!r}, the prompt's id"
-    problem = _prompt_problem(sample.prompt, prompt)
-    if problem is not None:
-        return problem
+    # Trajectories of one group are compared by one label, and the buffer keeps these once for the group.
+    for name in ("id", "label", "metadata") if sample.prompt is not prompt else ():
+        got, needed = getattr(sample.prompt, name), getattr(prompt, name)
+        if got != needed:
+            return (
+                f"a prompt whose {name} is {got!r:.60}, needs {needed!r:.60}, that of the prompt which it was given; make one of its own "
+                "with dataclasses.replace(prompt, token_ids=.., text=..), and put notes into Sample.metadata"
+            )
     length = len(sample.prompt.token_ids) + len(sample.response_ids)
     if length > max_tokens:
         return (
@@ -76,30 +78,11 @@ def _problem(sample: Sample, *, prompt: Prompt, vocab_size: int, max_tokens: int
     return None
 
 
-def _prompt_problem(own: Prompt, given: Prompt) -> str | None:
-    """Return the reason why `own` is another problem than `given`, ignoring tokens and text.
-
-    Trajectories of one group are compared by one label, and the buffer keeps id, label and metadata
-    once for the whole group.
-    """
-    if own is given:
-        return None
-    for name in ("id", "label", "metadata"):
-        got, needed = getattr(own, name), getattr(given, name)
-        if got != needed:
-            return (
-                f"a prompt whose {name} is {got!r:.60}, needs {needed!r:.60}, that of the prompt which it was given; make one of its own "
-                "with dataclasses.replace(prompt, token_ids=.., text=..), and put notes into Sample.metadata"
-            )
-    return None
-
-
 def without_outdated_experts(sample: Sample) -> Sample:
     """Return the sample, without a record of experts when its tokens have several versions.
 
-    A weight update sends running requests back to the prompt phase (as a later turn does with
-    earlier ones). So the engine's record shows the routing of the last weights for tokens of
-    earlier weights. The trainer then routes such a sample itself.
+    A weight update sends running requests back to the prompt phase, as a later turn does. So the
+    record shows the routing of the last weights for all tokens; the trainer routes such a sample.
     """
     versions = sample.weight_versions[sample.weight_versions >= 0]
     if sample.routed_experts is None or len(np.unique(versions)) <= 1:
