@@ -8,7 +8,7 @@ import dataclasses
 import enum
 import math
 import operator
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -138,6 +138,23 @@ class Sample:
                     f"Sample {self.index} of group {self.group_id} has experts of {len(self.routed_experts)} tokens, needs at most "
                     f"{num_tokens}, those of its prompt and response"
                 )
+
+    @classmethod
+    def written(cls, prompt: Prompt, response_ids: Sequence[int] = (), *, text: str, reward: Reward | None = None) -> "Sample":
+        """Return a sample of R tokens that no engine made; all are trained on."""
+        length = len(response_ids)
+        return cls(
+            group_id=prompt.id,
+            index=0,
+            prompt=prompt,
+            response_ids=np.array(response_ids, np.int64),
+            loss_mask=np.ones(length, np.bool_),
+            rollout_log_probs=np.zeros(length, np.float32),
+            weight_versions=np.full(length, -1),
+            stop_reason=StopReason.STOP,
+            response_text=text,
+            reward=reward,
+        )
 
     @property
     def truncated(self) -> bool:

@@ -17,7 +17,7 @@ from megatron_rl.data.row_files import Row
 from megatron_rl.data.row_source import FileRows, NamedRow, OwnRows
 from megatron_rl.data.tokenizer import load_tokenizer, unknown_id, vocabulary_size
 from megatron_rl.errors import UserError, counted
-from megatron_rl.types import Group, Prompt, Reward, RewardOutcome, Sample, StopReason
+from megatron_rl.types import Group, Prompt, Reward, RewardOutcome, Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -105,12 +105,12 @@ class PromptSource:
         A sample is the target and the end-of-sequence token. Raises UserError for a row without a
         target and for a tokenizer without an end-of-sequence token.
         """
-        named = self.rows.take(count)
-        prompts = self._prompts(named)
-        return [
-            _supervised_group(prompt, self._target_ids(row), text=row.response or "")
-            for prompt, (_, row) in zip(prompts, named, strict=True)
-        ]
+        named, reward = self.rows.take(count), Reward(RewardOutcome.SCORED, 0.0)
+        groups = []
+        for prompt, (_, row) in zip(self._prompts(named), named, strict=True):
+            sample = Sample.written(prompt, self._target_ids(row), text=row.response or "", reward=reward)
+            groups.append(Group(id=prompt.id, prompt=prompt, samples=(sample,)))
+        return groups
 
     def all(self) -> list[Prompt]:
         """Return every prompt in the order of the file, with ids eval-ROW. Moves nothing."""
@@ -191,23 +191,6 @@ class PromptSource:
             )
         ids = list(self._tokenizer(row.response, add_special_tokens=False)["input_ids"])
         return ids if ids and ids[-1] == end else [*ids, end]
-
-
-def _supervised_group(prompt: Prompt, response_ids: list[int], *, text: str) -> Group:
-    length = len(response_ids)
-    sample = Sample(
-        group_id=prompt.id,
-        index=0,
-        prompt=prompt,
-        response_ids=np.array(response_ids),
-        loss_mask=np.ones(length, np.bool_),
-        rollout_log_probs=np.zeros(length, np.float32),
-        weight_versions=np.full(length, -1),
-        stop_reason=StopReason.STOP,
-        response_text=text,
-        reward=Reward(RewardOutcome.SCORED, 0.0),
-    )
-    return Group(id=prompt.id, prompt=prompt, samples=(sample,))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

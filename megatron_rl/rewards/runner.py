@@ -11,7 +11,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import numpy as np
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
 from megatron_rl.config.settings import RewardSettings
@@ -21,7 +20,7 @@ from megatron_rl.files import disk_errors
 from megatron_rl.plugins.kinds import KINDS
 from megatron_rl.rewards.processes import WorkerContext, lead_session, start_tracker, worker_states
 from megatron_rl.rewards.worker import call_all, check_function
-from megatron_rl.types import Prompt, Reward, RewardOutcome, Sample, StopReason
+from megatron_rl.types import Prompt, Reward, RewardOutcome, Sample
 
 SETTING = KINDS["reward"].setting
 
@@ -83,8 +82,8 @@ class RewardRunner:
             raise UserError(f"the reward workers end as soon as they start; look for the reason in {where}") from error
         if problem is not None:
             raise UserError(problem)
-        sample = probe_sample(prompt, response)
-        (reward,) = self._read(self._begin(call_all, timeout_s=self._settings.timeout_s, samples=[sample])) or [_killed(1)]
+        calling = self._begin(call_all, timeout_s=self._settings.timeout_s, samples=[Sample.written(prompt, text=response)])
+        (reward,) = self._read(calling) or [_killed(1)]
         if reward.outcome is not RewardOutcome.SCORED:
             raise UserError(
                 f"{SETTING} {path} gave no reward for a probe (prompt {prompt.id}, response {response!r}, label {prompt.label!r}):"
@@ -192,20 +191,4 @@ class RewardRunner:
 def _killed(num_attempts: int) -> Reward:
     return Reward(
         outcome=RewardOutcome.ERROR, message=f"the reward workers were killed before this call was at work, in {num_attempts} attempts"
-    )
-
-
-def probe_sample(prompt: Prompt, response: str) -> Sample:
-    """Return a sample with the form of a rollout's, of a response without tokens."""
-    ids = np.empty(0, np.int64)
-    return Sample(
-        group_id=prompt.id,
-        index=0,
-        prompt=prompt,
-        response_ids=ids,
-        loss_mask=np.empty(0, np.bool_),
-        rollout_log_probs=np.empty(0, np.float32),
-        weight_versions=ids,
-        stop_reason=StopReason.STOP,
-        response_text=response,
     )

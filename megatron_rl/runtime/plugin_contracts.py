@@ -26,10 +26,10 @@ from megatron_rl.data.row_source import OwnRows
 from megatron_rl.errors import UserError
 from megatron_rl.plugins.kinds import KINDS, PluginKind
 from megatron_rl.plugins.loader import load, without_exits
-from megatron_rl.rewards.runner import RewardRunner, probe_sample
+from megatron_rl.rewards.runner import RewardRunner
 from megatron_rl.rollout.group_choice import load_filter
 from megatron_rl.rollout.rollout_trial import RolloutTrial
-from megatron_rl.types import Group, Prompt, Reward, RewardOutcome
+from megatron_rl.types import Group, Prompt, Reward, RewardOutcome, Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -105,7 +105,7 @@ def score_all(runner: RewardRunner, prompt: Prompt) -> list[Reward]:
     """Return the rewards of RESPONSES as answers to `prompt`."""
 
     async def work() -> list[Reward]:
-        return await asyncio.gather(*(runner.score(probe_sample(prompt, response)) for response in RESPONSES))
+        return await asyncio.gather(*(runner.score(Sample.written(prompt, text=response)) for response in RESPONSES))
 
     return asyncio.run(work())
 
@@ -244,7 +244,7 @@ def _probe_group(rewards: Sequence[float | None]) -> Group:
     outcomes = [
         Reward(RewardOutcome.TIMEOUT, message="timeout") if reward is None else Reward(RewardOutcome.SCORED, reward) for reward in rewards
     ]
-    samples = [replace(probe_sample(prompt, str(index)), index=index, reward=outcome) for index, outcome in enumerate(outcomes)]
+    samples = [replace(Sample.written(prompt, text=str(index)), index=index, reward=outcome) for index, outcome in enumerate(outcomes)]
     return Group(id=prompt.id, prompt=prompt, samples=tuple(samples))
 
 

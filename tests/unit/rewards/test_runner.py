@@ -12,8 +12,8 @@ import pytest
 from pebble import ProcessFuture, ProcessPool
 
 from megatron_rl.config.settings import RewardSettings
-from megatron_rl.rewards.runner import RewardRunner, probe_sample
-from megatron_rl.types import Prompt, Reward, RewardOutcome
+from megatron_rl.rewards.runner import RewardRunner
+from megatron_rl.types import Prompt, Reward, RewardOutcome, Sample
 
 SETTINGS = RewardSettings(function="no_such_module:score")
 PROMPT = Prompt(id="p", token_ids=np.array([1]), text="2+2=", label="4")
@@ -27,7 +27,7 @@ def test_workers_that_are_always_killed_end_in_errors(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(ProcessPool, "schedule", broken)
     with RewardRunner(SETTINGS) as runner:
-        reward = asyncio.run(runner.score(probe_sample(PROMPT, "")))
+        reward = asyncio.run(runner.score(Sample.written(PROMPT, text="")))
     assert reward.outcome is RewardOutcome.ERROR
     assert reward.message == "the reward workers were killed before this call was at work, in 3 attempts"
 

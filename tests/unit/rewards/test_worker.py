@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.rewards.runner import probe_sample
 from megatron_rl.rewards.worker import call_all
-from megatron_rl.types import Prompt, RewardOutcome
+from megatron_rl.types import Prompt, RewardOutcome, Sample
 
 MODULE = """
 def score(*, sample):
@@ -17,7 +16,7 @@ def score(*, sample):
 def test_an_error_is_named_by_its_first_line_that_is_not_blank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "rewards_of_many_lines.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
-    sample = probe_sample(Prompt(id="p", token_ids=[1], text="1"), "")
+    sample = Sample.written(Prompt(id="p", token_ids=[1], text="1"), text="")
     [reward], _ = call_all("rewards_of_many_lines:score", "{}", samples=[sample])
     assert reward.outcome is RewardOutcome.ERROR
     assert reward.message.splitlines()[0] == "ValueError: the label is no number"
