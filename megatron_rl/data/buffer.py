@@ -25,8 +25,7 @@ from megatron_rl.data.sqlite_file import SqliteFile
 from megatron_rl.errors import UserError
 from megatron_rl.types import Failure, Group, Prompt, Sample
 
-BUFFER_FILE = "buffer.sqlite"
-"""Its name in the directory of a run."""
+BUFFER_FILE = "buffer.sqlite"  # its name in the directory of a run
 PENDING = "(SELECT id FROM groups WHERE state = 'pending')"
 OLDEST_DONE = "(SELECT id FROM groups WHERE state = 'done' ORDER BY position LIMIT ?)"
 

@@ -14,10 +14,10 @@ from megatron_rl.config.settings import DataSettings
 from megatron_rl.errors import UserError
 
 Message = Mapping[str, str]
+# Of lists and objects in a row: each is walked by calls of Python in the driver, the reward workers and the buffer.
 _MOST_LEVELS = 64
-"""Of lists and objects in a row: each is walked by calls of Python in the driver, the reward workers and the buffer."""
-_MOST_BITS = 1024
-"""Of an integer: Python refuses to write those of some thousand digits."""
+_TOO_DEEP = f"is nested in more than {_MOST_LEVELS} levels of lists and objects; flatten it, or write it as a string of JSON"
+_MOST_BITS = 1024  # of an integer: Python refuses to write those of some thousand digits
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ def _json_records(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             except ValueError as error:
                 raise UserError(f"{origin}: {error}") from error
             except RecursionError:
-                raise UserError(f"{origin}: {_too_deep()}") from None
+                raise UserError(f"{origin}: {_TOO_DEEP}") from None
             if not isinstance(record, dict):
                 raise UserError(f'{origin}: is a JSON {type(record).__name__}, needs an object like {{"prompt": ...}}')
             yield origin, record
@@ -134,7 +134,7 @@ def _check_value(value: Any, origin: str, *, level: int) -> None:
             raise UserError(f"{origin} has half a character (a lone surrogate), which UTF-8 cannot hold; write the whole character")
     elif isinstance(value, dict | list):
         if level > _MOST_LEVELS:
-            raise UserError(f"{origin} {_too_deep()}")
+            raise UserError(f"{origin} {_TOO_DEEP}")
         for inner in (*value, *value.values()) if isinstance(value, dict) else value:
             _check_value(inner, origin, level=level + 1)
     elif isinstance(value, int):
@@ -142,10 +142,6 @@ def _check_value(value: Any, origin: str, *, level: int) -> None:
             raise UserError(f"{origin} has an integer of {value.bit_length()} bits, needs at most {_MOST_BITS}; write it as a string")
     elif value is not None and not isinstance(value, float):
         raise UserError(f"{origin} has type {type(value).__name__}, which JSON cannot hold; drop or convert that column")
-
-
-def _too_deep() -> str:
-    return f"is nested in more than {_MOST_LEVELS} levels of lists and objects; flatten it, or write it as a string of JSON"
 
 
 def _prompt(value: Any, origin: str, key: str) -> str | tuple[Message, ...]:

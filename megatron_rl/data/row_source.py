@@ -18,8 +18,7 @@ from megatron_rl.plugins.kinds import KINDS, DataSource
 from megatron_rl.plugins.loader import load, without_exits
 from megatron_rl.types import Ints
 
-NamedRow = tuple[str, Row]
-"""A row and the id of its prompt, which no other row of the run has."""
+NamedRow = tuple[str, Row]  # a row and the id of its prompt, which no other row of the run has
 _PROBED_ROWS = 2
 
 

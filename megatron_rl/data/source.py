@@ -51,8 +51,7 @@ class PromptSource:
     ) -> None:
         self._path, self._settings = path, settings
         self._tokenizer, self._vocab_size, self._unknown = tokenizer, vocab_size, unknown_id(tokenizer)
-        self.rows: FileRows | OwnRows
-        """The rows in order, with the cursor that a checkpoint keeps."""
+        self.rows: FileRows | OwnRows  # the rows in order, with the cursor that a checkpoint keeps
         # The rows of a file; an endless custom source allows no check in advance.
         self._known: Sequence[Row] = ()
         if path is None:

@@ -11,8 +11,7 @@ from megatron_rl.deadlines import BUFFER_LOCK_S, NAMED_S
 from megatron_rl.errors import UserError
 from megatron_rl.files import claim, disk_errors, sync
 
-_MAGIC = b"SQLite format 3\0"
-"""The first bytes of every database that is not empty."""
+_MAGIC = b"SQLite format 3\0"  # the first bytes of every database that is not empty
 LOCKED = "database is locked"
 # SQLite's words, and what the user can do.
 _FIXES = {

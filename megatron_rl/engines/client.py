@@ -10,7 +10,6 @@ import itertools
 import json
 import uuid
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar, get_args
@@ -25,8 +24,7 @@ from megatron_rl.errors import DeadlineError, EngineError, EngineRefusal, UserEr
 from megatron_rl.types import Ints
 
 Result = TypeVar("Result")
-EnginePart = Literal["weights", "kv_cache", "cuda_graph"]
-"""Parts of an engine's GPU memory, by SGLang's names."""
+EnginePart = Literal["weights", "kv_cache", "cuda_graph"]  # parts of an engine's GPU memory, by SGLang's names
 ENGINE_PARTS: tuple[EnginePart, ...] = get_args(EnginePart)
 
 SHORT_RESPONSE_TOKENS = 32
@@ -34,11 +32,9 @@ SHORT_RESPONSE_TOKENS = 32
 
 The answers come together: the first waits for the last, at most for these tokens.
 """
-MAX_TOGETHER = 64
-"""Samples of a full shared call: a small cost for each, and answers in use early."""
+MAX_TOGETHER = 64  # samples of a full shared call: a small cost for each, and answers in use early
 FIRST_BACKOFF_S = 0.25
-MAX_ATTEMPTS = 6
-"""Attempts of a generation, over 8 s: a busy server drops connections for less time."""
+MAX_ATTEMPTS = 6  # attempts of a generation, over 8 s: a busy server drops connections for less time
 IDLE_CONNECTION_S = 2.0
 """Idle time after which a connection is not used again: the server closes it after 5 s.
 
@@ -48,13 +44,7 @@ with one attempt has a connection of its own.
 _BUSY = 503
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """One requested sample, with the id for an abort on the server."""
-
-    request_id: str
-    prompt: list[int]
-    sampling: dict[str, Any]
+_Asked = dict[str, Any]  # one requested sample in the server's words; `rid` is the id for an abort
 
 
 class EngineClient:
@@ -97,7 +87,8 @@ class EngineClient:
         # Of one width: the server may abort every request whose id begins with the given one.
         request_ids = [f"{uuid.uuid4().hex}-{index:06d}" for index in range(num_samples)]
         prompt = token_ids.tolist()
-        asked = [_Asked(request_id, prompt, sampling.request(index)) for index, request_id in enumerate(request_ids)]
+        parameters = [sampling.request(index) for index in range(num_samples)]
+        asked = [{"rid": rid, "input_ids": prompt, "sampling_params": each} for rid, each in zip(request_ids, parameters, strict=True)]
         try:
             answers = await (self._ask_together(asked) if sampling.max_tokens <= SHORT_RESPONSE_TOKENS else self._ask(asked))
         except asyncio.CancelledError:
@@ -110,13 +101,8 @@ class EngineClient:
 
     async def _ask(self, asked: Sequence[_Asked]) -> list[Any]:
         """Return the server's answers to samples, in one HTTP call."""
-        body = {
-            "rid": [each.request_id for each in asked],
-            "input_ids": [each.prompt for each in asked],
-            "sampling_params": [each.sampling for each in asked],
-            "return_logprob": True,
-            "return_routed_experts": self.address.mixture is not None,
-        }
+        body: dict[str, Any] = {name: [each[name] for each in asked] for name in ("rid", "input_ids", "sampling_params")}
+        body |= {"return_logprob": True, "return_routed_experts": self.address.mixture is not None}
         answers = await self._call("POST", "/generate", body, timeout_s=self._request_timeout_s, attempts=MAX_ATTEMPTS)
         if not isinstance(answers, list) or len(answers) != len(asked):
             raise EngineError(f"the engine at {self.address.url} answered {len(asked)} samples with {str(answers)[:200]!r}")

@@ -15,8 +15,7 @@ from megatron_rl.engines.client import EngineClient
 from megatron_rl.engines.engine import EngineAddress
 from megatron_rl.errors import EngineError
 
-AFFINITY_WAIT_S = 1.0
-"""Wait for a slot on the preferred engine: about the time to compute a prefix of 10,000 tokens."""
+AFFINITY_WAIT_S = 1.0  # wait for a slot on the preferred engine: about the time to compute a prefix of 10,000 tokens
 
 Result = TypeVar("Result")
 
@@ -24,8 +23,7 @@ Result = TypeVar("Result")
 class Urgency(IntEnum):
     """Priority for a free slot; among equals the earlier group, then the earlier request."""
 
-    AGAIN = 0
-    """A repetition after the failure of an engine."""
+    AGAIN = 0  # a repetition after the failure of an engine
     EVALUATION = 1
     TRAINING = 2
 

@@ -7,8 +7,7 @@ from typing import Any
 from megatron_rl.config.settings import SamplingSettings
 from megatron_rl.errors import UserError
 
-LOWEST_TEMPERATURE = 1e-6
-"""SGLang takes the likeliest token below this, and reports log-probs at temperature 1."""
+LOWEST_TEMPERATURE = 1e-6  # SGLang takes the likeliest token below this, and reports log-probs at temperature 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -77,8 +77,7 @@ CPU_DETERMINISTIC: dict[str, Any] = {
 }
 """The same for a server with `enable_deterministic_inference`."""
 
-SHORT_PROMPT_TOKENS = 32
-"""Longest prompts that are computed anew rather than looked up: see `keeps_prefixes`."""
+SHORT_PROMPT_TOKENS = 32  # longest prompts that are computed anew rather than looked up: see `keeps_prefixes`
 
 
 def keeps_prefixes(*, device_kind: str, max_prompt_tokens: int | None) -> bool:

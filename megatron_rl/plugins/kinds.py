@@ -34,7 +34,6 @@ class Reward(Protocol):
         `sample`, sent without experts, is the last of a trajectory's samples, and the result is the
         reward of all. The rollout puts needed facts about earlier ones into the last's metadata.
         """
-        ...
 
 
 class Generator(Protocol):
@@ -47,7 +46,6 @@ class Generator(Protocol):
         A sample with more is a failure of the rollout, as is a call without room for
         `sampling.max_tokens`.
         """
-        ...
 
     async def generate(
         self, token_ids: "Ints", *, sampling: "Sampling", num_samples: int = 1, session: str | None = None
@@ -60,7 +58,6 @@ class Generator(Protocol):
         they prefer the engine with the computed earlier turns, and their seeds do not depend on the
         duration of other conversations' tools.
         """
-        ...
 
 
 class Rollout(Protocol):
@@ -89,7 +86,6 @@ class Rollout(Protocol):
         A failed call is repeated for each trajectory alone, with `num_samples` 1. A trajectory with
         repeated failures is left out and counted by cause.
         """
-        ...
 
 
 class Filter(Protocol):
@@ -100,7 +96,6 @@ class Filter(Protocol):
 
         `group` has a scored sample, and was not left out by objective.zero_variance.
         """
-        ...
 
 
 class Advantage(Protocol):
@@ -112,7 +107,6 @@ class Advantage(Protocol):
         `rewards` [B] float64; `group_ids` [B], equal for trajectories of one prompt, in any order;
         `lengths` [B], trainable tokens. Called for a group alone to find one with all advantages 0.
         """
-        ...
 
 
 class PolicyLoss(Protocol):
@@ -120,7 +114,6 @@ class PolicyLoss(Protocol):
 
     def __call__(self, *, objective: "Objective", terms: "PolicyTerms") -> "PolicyLossTerms":
         """Return the losses [T] of the policy term, before any mean, and the events to count."""
-        ...
 
 
 class DataSource(Protocol):
@@ -129,8 +122,7 @@ class DataSource(Protocol):
     Rows follow from the seed and the arguments, whatever the number of rows in a request.
     """
 
-    state: Any
-    """The position, as a value with a form in JSON; set to another process's, a source goes on there."""
+    state: Any  # the position, as a value with a form in JSON; set to another process's, a source goes on there
 
     def __init__(self, *, seed: int) -> None:
         """Start at the first row. `seed` is run.seed."""
@@ -140,7 +132,6 @@ class DataSource(Protocol):
 
         Fields are prompt, label, for supervised training response, and others: metadata.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

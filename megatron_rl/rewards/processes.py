@@ -16,8 +16,7 @@ from types import FrameType
 
 import psutil
 
-PR_SET_CHILD_SUBREAPER = 36
-"""Of linux/prctl.h."""
+PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h
 
 
 class WorkerProcess(SpawnProcess):

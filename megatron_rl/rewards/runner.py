@@ -24,13 +24,11 @@ from megatron_rl.types import Prompt, Reward, RewardOutcome, Sample
 
 SETTING = KINDS["reward"].setting
 
-MAX_ATTEMPTS = 3
-"""How often a call is begun whose workers are killed before it is at work."""
+MAX_ATTEMPTS = 3  # how often a call is begun whose workers are killed before it is at work
 POLL_S = 1.0
 TASK_S = 0.02
 """Seconds of work that a worker is given at once: long against the 0.2 ms that giving costs, short against what anybody waits for."""
-MAX_CALLS = 64
-"""Calls that a worker is given at once, however fast they are."""
+MAX_CALLS = 64  # calls that a worker is given at once, however fast they are
 
 
 class RewardRunner:

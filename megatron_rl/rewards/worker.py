@@ -19,8 +19,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.plugins.loader import load
 from megatron_rl.types import Reward, RewardOutcome, Sample
 
-REWARD_KEY = "reward"
-"""The item of a returned dict that is the reward; the others are recorded as its components."""
+REWARD_KEY = "reward"  # the item of a returned dict that is the reward; the others are recorded as its components
 
 
 @functools.cache

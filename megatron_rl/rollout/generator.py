@@ -65,8 +65,7 @@ class PoolGenerator:
         # `own_s` stands still.
         self._own_since_s: float | None = time.monotonic()
         self._own_before_s = 0.0
-        self.engines_failed: Exception | None = None
-        """Why a request found no engine any more."""
+        self.engines_failed: Exception | None = None  # why a request found no engine any more
 
     @property
     def context(self) -> int:

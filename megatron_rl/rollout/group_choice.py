@@ -24,8 +24,7 @@ from megatron_rl.types import Group, Sample, trajectories
 NO_SIGNAL = "no signal (objective.zero_variance)"
 NO_REWARD = "no sample has a reward"
 
-GroupFilter = Callable[[Group], str | None]
-"""A group -> None to train on it, or why not, as the buffer notes it."""
+GroupFilter = Callable[[Group], str | None]  # a group -> None to train on it, or why not, as the buffer notes it
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +131,7 @@ def has_signal(group: Group, advantage: Advantage) -> bool:
     return not bool(advantage.without_signal(samples).all())
 
 
-LIMIT = math.log(1e15)
-"""Nats of evidence at which chance is ruled out: one wrong alarm in 10^15 groups at most."""
+LIMIT = math.log(1e15)  # nats of evidence at which chance is ruled out: one wrong alarm in 10^15 groups at most
 
 
 class IdenticalGroups:

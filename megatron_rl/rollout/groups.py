@@ -31,10 +31,8 @@ Samples = tuple[Sample, ...]
 
 ATTEMPTS = 3
 """Attempts at a trajectory: one with all others of its prompt, then alone. Each draws with seeds of its own."""
-SLOW_REWARD_S = 1.0
-"""Waits for rewards shorter than this are not worth a write to the disk."""
-CANCEL_S = 5.0
-"""A cancelled rollout that goes on for longer is left to itself."""
+SLOW_REWARD_S = 1.0  # waits for rewards shorter than this are not worth a write to the disk
+CANCEL_S = 5.0  # a cancelled rollout that goes on for longer is left to itself
 
 
 async def single_turn(
@@ -82,8 +80,7 @@ class GroupMaker:
         max_tokens: int,
     ) -> None:
         self.name = f"rollout.function {settings.function or 'single_turn'}"
-        self.num_retries = 0
-        """Attempts that failed and were followed by another one, over all groups."""
+        self.num_retries = 0  # attempts that failed and were followed by another one, over all groups
         self._rollout, self._pool, self._tokenizer, self._score = rollout, pool, tokenizer, score
         self._seed, self._max_tokens, self._timeout_s = seed, max_tokens, settings.timeout_s
         ends = [tokenizer.eos_token_id]

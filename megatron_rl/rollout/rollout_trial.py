@@ -56,8 +56,7 @@ class ScriptedEngine:
         self._random = np.random.default_rng(0)
         self.made: dict[float, tuple[int, int]] = {}
         """Log-prob of each made token -> the token and the weights' version; all are unique."""
-        self.seen: dict[float, Ints] = {}
-        """Log-prob of each token made -> all tokens before."""
+        self.seen: dict[float, Ints] = {}  # log-prob of each token made -> all tokens before
 
     async def generate(
         self, token_ids: Ints, *, sampling: Sampling, num_samples: int = 1, session: str | None = None

@@ -8,8 +8,7 @@ import numpy as np
 from megatron_rl.errors import UserError
 from megatron_rl.types import Prompt, Sample, trajectories
 
-MAX_LOG_PROB = 1e-3
-"""Nats above 0 that rounding explains: a softmax in bfloat16 need not sum to 1."""
+MAX_LOG_PROB = 1e-3  # nats above 0 that rounding explains: a softmax in bfloat16 need not sum to 1
 
 
 def check_samples(

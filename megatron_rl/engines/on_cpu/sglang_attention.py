@@ -22,10 +22,8 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
     """
 
     buckets: tuple[Bucket, ...]
-    invariant = False
-    """A request is computed alike in any batch."""
-    sinks: Tensor | None = None
-    """[H], of the present layer."""
+    invariant = False  # a request is computed alike in any batch
+    sinks: Tensor | None = None  # [H], of the present layer
 
     def forward_extend(self, *args: Any, sinks: Tensor | None = None, **kwargs: Any) -> Tensor:
         """Return the attention of new tokens [N, H * D]."""
