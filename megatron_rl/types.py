@@ -313,7 +313,7 @@ class TrainBatch:
         return np.add.reduceat(self.loss_mask, self.cu_seqlens[:-1], dtype=np.int64) if self.num_sequences else np.empty(0, np.int64)
 
     def select(self, rows: Ints, *, may_cut: bool = False) -> "TrainBatch":
-        """Return the sequences `rows`, in that order; parts of trajectories only if `may_cut`."""
+        """Return the sequences `rows`, in order. ValueError for a cut trajectory unless `may_cut`."""
         chosen = np.zeros(self.num_sequences, np.bool_)
         chosen[rows] = True
         cut = ~chosen & np.isin(self.trajectory_ids, self.trajectory_ids[rows])

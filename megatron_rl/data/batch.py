@@ -169,7 +169,7 @@ def _numbered(labels: Iterable[Hashable]) -> Ints:
 
 
 def with_records(batch: TrainBatch, records: Sequence[Experts | None]) -> TrainBatch:
-    """Return the batch with the experts [N, L, K] of the first N tokens of each sequence [B]."""
+    """Return the batch with records of experts [N, L, K] for sequences [B]. Raises ValueError."""
     return dataclasses.replace(batch, **_routing(records, lengths=batch.lengths))
 
 

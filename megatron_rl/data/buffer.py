@@ -73,8 +73,7 @@ class Answer:
 class Buffer(SqliteFile):
     """The buffer of one run, held by one process at a time and used by one thread of the process.
 
-    Opening puts groups that a killed process had in flight back to pending. Every method raises
-    UserError when the disk is full or the file cannot be used.
+    Every method raises UserError when the disk is full or the file cannot be used.
     """
 
     def __init__(self, path: Path, *, made_by: str = "{}", note: Callable[[str], None] = print) -> None:
@@ -88,10 +87,9 @@ class Buffer(SqliteFile):
         self.recover()
 
     def add_prompts(self, prompts: Iterable[Prompt]) -> int:
-        """Add prompts as pending groups and return the number of new ones.
+        """Add prompts as pending groups, or renew label and metadata; return the number of new ones.
 
-        A present prompt keeps its place; a pending one takes the new label and metadata. Raises
-        UserError for a consumed prompt, and for other tokens of an id.
+        Raises UserError for a consumed prompt, and for other tokens of an id.
         """
         with self._transaction() as connection:
             new = 0
@@ -172,10 +170,7 @@ class Buffer(SqliteFile):
             )
 
     def unfinished(self, *, among: int) -> set[str]:
-        """Return ids of unfinished groups among the first `among` not consumed, in prompt order.
-
-        Raises ValueError when there are fewer than `among`.
-        """
+        """Return ids of unfinished groups of the first `among` not consumed; ValueError for fewer."""
         front = self._read(FRONT, (max(among, 0),))
         if len(front) < among:
             raise ValueError(f"{among} groups are asked for, the buffer holds {len(front)} that are not consumed")

@@ -19,7 +19,7 @@ _CLASSES = {"llama": _GENERIC, "glm4_moe": _GENERIC, "qwen3": _GENERIC | _QWEN, 
 
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a local directory, without downloads and without running its code."""
+    """Load the tokenizer of a directory, without downloads or its code. Raises UserError."""
     if not path.is_dir():
         raise UserError(f"model.path is {path}, which is not a directory; give a Hugging Face model directory")
     if not any((path / name).is_file() for name in TOKENIZER_FILES):

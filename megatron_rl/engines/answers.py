@@ -27,8 +27,7 @@ class MixtureShape:
 class Generation:
     """One response: arrays [R], `log_probs` in nats of the sampling distribution.
 
-    `routed_experts` [P + R - 1, L, K] are the experts of all tokens but the last, from an engine
-    that records experts.
+    `routed_experts` [P + R - 1, L, K], where recorded, are of all tokens but the last.
     """
 
     token_ids: Ints

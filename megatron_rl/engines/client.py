@@ -1,7 +1,6 @@
 """Client of one engine: token ids in, token ids and log-probs out, and calls that change weights.
 
-Legend: P prompt tokens, R response tokens. Every call has a deadline. Requests that would crash the
-server (token ids outside the vocabulary, too much memory) are refused before sending.
+Legend: P prompt tokens. Requests that would crash the server are refused before sending.
 """
 
 import asyncio
@@ -51,9 +50,9 @@ class EngineClient:
     """Asynchronous calls to one engine; use in an `async with` block, on one event loop.
 
     Generation changes nothing on the server, so a lost connection is followed by retries until
-    `request_timeout_s`, retries included. Control calls are made once, each within
-    `control_timeout_s`. Every call raises EngineRefusal for an error of the server, EngineError
-    without a connection and DeadlineError without an answer in time.
+    `request_timeout_s`. Control calls are made once, each within `control_timeout_s`. Every call
+    raises EngineRefusal for an error of the server, EngineError without a connection and
+    DeadlineError without an answer in time.
     """
 
     def __init__(self, address: EngineAddress, *, request_timeout_s: float, control_timeout_s: float = ENGINE_CONTROL_S) -> None:
@@ -297,10 +296,7 @@ def _session(connector: aiohttp.TCPConnector, api_key: str) -> aiohttp.ClientSes
 
 
 def refusal(content: bytes) -> str:
-    """Return the message of an error body.
-
-    Shapes are {"error": {"message": ..}}, {"error": ".."}, {"message": ..} and plain text.
-    """
+    """Return the message of an error body, as {"error": {"message": ..}}, {"error": ".."} and so on."""
     body = _decode(content)
     if not isinstance(body, dict):
         return str(body)

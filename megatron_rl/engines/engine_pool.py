@@ -87,10 +87,7 @@ class EnginePool:
         self._set_members((*self.membership.members, client))
 
     def leave(self, client: EngineClient, error: Exception) -> None:
-        """Remove an engine for good, if it is a member. The client stays open.
-
-        Waiting requests, and running ones by `while_it_stays`, get another engine, or `error`.
-        """
+        """Remove a member for good. Its requests by `while_it_stays` get another engine, or `error`."""
         if client not in self.membership.members:
             return
         self.departure(client).set_result(None)

@@ -83,7 +83,7 @@ def without_exits(name: str, *, doing: str, timeout_s: float | None = None) -> I
 
 
 def kind_of(path: str) -> PluginKind:
-    """Return the kind whose arguments the plug-in at `path` takes by name."""
+    """Return the kind whose arguments the plug-in at `path` takes by name. Raises UserError."""
     function = _find(path, setting="plug-in")
     named = _signature(function, path=path, setting="plug-in").parameters.keys()
     # A data source is the only class among the kinds; `seed` may be an own argument of a function.

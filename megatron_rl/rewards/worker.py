@@ -24,7 +24,7 @@ REWARD_KEY = "reward"  # the item of a returned dict that is the reward; the oth
 
 @functools.cache
 def load_score(path: str, args: str) -> Callable[..., Any]:
-    """Load the reward function at `path` with its arguments, a JSON text."""
+    """Load the reward function at `path` with its arguments, a JSON text. Raises UserError."""
     return load(path, kind="reward", args=json.loads(args))
 
 

@@ -58,7 +58,7 @@ async def single_turn(
 
 
 def load_rollout(settings: RolloutSettings) -> Rollout:
-    """Load the rollout named in the settings, with its arguments; `single_turn` by default."""
+    """Load the rollout named in the settings; `single_turn` by default. Raises UserError."""
     return single_turn if settings.function is None else load(settings.function, kind="rollout", args=settings.args)
 
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +61,7 @@ class RolloutManager:
         connections: AsyncExitStack,
         say: Callable[[str], None],
     ) -> None:
-        self._settings, self._buffer, self._connections = settings, buffer, connections
-        self.prompts = prompts
+        self.prompts, self._settings, self._buffer, self._connections = prompts, settings, buffer, connections
         self.pool = EnginePool(max_requests=settings.rollout.max_concurrent_requests)
         self._maker = GroupMaker(
             settings.rollout,
@@ -72,21 +72,20 @@ class RolloutManager:
             seed=settings.run.seed,
             max_tokens=settings.training.max_tokens_per_micro_batch * settings.training.topology.cp,
         )
-        self._rollout_failures = FailureLog(
+        failure_log = partial(FailureLog, say=say)
+        self._rollout_failures = failure_log(
             path=settings.run.directory / "logs" / "rollout.log",
             calls="trajectories",
             owner=self._maker.name,
             setting="rollout.max_error_rate",
             max_error_rate=settings.rollout.max_error_rate,
-            say=say,
         )
-        self._reward_failures = FailureLog(
+        self._reward_failures = failure_log(
             path=reward_log(settings.run.directory),
             calls="reward calls",
             owner=f"reward.function {settings.reward.function}",
             setting="reward.max_error_rate",
             max_error_rate=settings.reward.max_error_rate,
-            say=say,
         )
         self._choice = GroupChoice(settings.objective, settings.rollout.filter, samples_per_prompt=settings.data.samples_per_prompt)
         self._identical = IdenticalGroups()
@@ -96,8 +95,7 @@ class RolloutManager:
         self._finished = asyncio.Event()
         self._busy_since_s = self._busy_before_s = 0.0
         self._num_tokens = 0
-        # Seconds of making groups, tokens made and attempts repeated, at the end of the last step.
-        self._measured = (0.0, 0, 0)
+        self._measured = (0.0, 0, 0)  # busy seconds, tokens and retries at the end of the last step
 
     @classmethod
     @asynccontextmanager

@@ -43,11 +43,7 @@ class NumberTokenizer:
 
 
 class ScriptedEngine:
-    """An engine that answers with seeded random tokens below `vocab_size`.
-
-    The engine remembers each token's log-prob and version. Experts of a token are the token's
-    number modulo 50, and 50 plus the position modulo 200.
-    """
+    """An engine that answers with seeded random tokens below `vocab_size`, and remembers them."""
 
     context = 2**14
 
@@ -76,15 +72,12 @@ class ScriptedEngine:
 
 
 def scripted_experts(tokens: Ints) -> Experts:
-    """Return the scripted engine's experts [T, 1, 2] of a sequence `tokens` [T]."""
+    """Return experts [T, 1, 2] of `tokens` [T]: number modulo 50, 50 plus position modulo 200."""
     return np.stack([tokens % 50, 50 + np.arange(len(tokens)) % 200], axis=-1).astype(np.uint8)[:, None]
 
 
 class RolloutTrial:
-    """A rollout function tried with a scripted engine; every method raises UserError on a breach.
-
-    With `need_experts` samples have to bring experts.
-    """
+    """A rollout function tried with a scripted engine; every method raises UserError on a breach."""
 
     def __init__(
         self, settings: RolloutSettings, *, tokenizer: "PreTrainedTokenizerBase | NumberTokenizer | None" = None, need_experts: bool = True
