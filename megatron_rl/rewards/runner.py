@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -31,7 +32,7 @@ TASK_S = 0.02
 MAX_CALLS = 64  # calls that a worker is given at once, however fast they are
 
 
-class RewardRunner:
+class RewardRunner(AbstractContextManager["RewardRunner", None]):
     """Worker processes that call `reward.function`; use as a context manager, or call `close`.
 
     A call longer than `timeout_s` ends the worker and every process started there, and the worker
@@ -54,9 +55,6 @@ class RewardRunner:
         # The collected calls, and the task that makes them.
         self._together: tuple[list[Sample], asyncio.Task[list[Reward]]] | None = None
         self._pool = self._make_pool()
-
-    def __enter__(self) -> "RewardRunner":
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()

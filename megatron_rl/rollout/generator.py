@@ -11,7 +11,7 @@ import hashlib
 import io
 import time
 from collections.abc import Coroutine, Iterable, Iterator
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, AsyncExitStack, contextmanager
 from dataclasses import fields, replace
 from types import TracebackType
 from typing import Any, TypeVar
@@ -32,7 +32,7 @@ KEEP_AFTER_S = 1.0
 """An answer is on its way to the disk this long after it came: groups that are finished by then are written once, as a whole."""
 
 
-class PoolGenerator:
+class PoolGenerator(AbstractAsyncContextManager["PoolGenerator", None]):
     """The engines of `pool` for the rollout of one prompt; leaving the context aborts requests.
 
     The k-th requested sample gets a seed from the text `seed` and k. So samples differ on an engine
@@ -77,9 +77,6 @@ class PoolGenerator:
     def own_s(self) -> float:
         """Return the seconds since the start without a request waiting for an engine."""
         return self._own_before_s + (0.0 if self._own_since_s is None else time.monotonic() - self._own_since_s)
-
-    async def __aenter__(self) -> "PoolGenerator":
-        return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._closed = True
@@ -188,7 +185,7 @@ class PoolGenerator:
         await together(ask_for(index) for index in range(num_samples) if index not in answers)
 
 
-class KeptAnswers:
+class KeptAnswers(AbstractContextManager["KeptAnswers", None]):
     """Answers for the group `group_id`, in flight in `buffer`; none without a buffer.
 
     After an exception the next owner of the buffer makes the group, and finds all answers.
@@ -204,9 +201,6 @@ class KeptAnswers:
     def keeps(self) -> bool:
         """Return True where there is a buffer."""
         return self._buffer is not None
-
-    def __enter__(self) -> "KeptAnswers":
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._writing is not None:
