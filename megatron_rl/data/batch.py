@@ -1,7 +1,4 @@
-"""From groups of samples, or a caller's own sequences, to the flat arrays that the trainer gets.
-
-T tokens of all sequences, B sequences.
-"""
+"""From groups of samples, or a caller's own B sequences, to the trainer's flat arrays [T]."""
 
 import dataclasses
 import itertools
@@ -189,10 +186,7 @@ def _scored(parts: Sequence[Sample]) -> bool:
 
 
 def _routing(records: Sequence[Experts | None], *, lengths: Ints) -> dict[str, Any]:
-    """Return the fields `routed_experts` and `routed` of sequences of `lengths` [B], if any is known.
-
-    Raises ValueError when records are of different models.
-    """
+    """Return the fields of known experts for `lengths` [B]. Raises ValueError for unlike records."""
     known = [record for record in records if record is not None]
     if not known:
         return {}

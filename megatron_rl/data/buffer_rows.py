@@ -109,10 +109,7 @@ def read_prompt(row: Sequence[Any]) -> Prompt:
 
 
 def sample_row(sample: Sample, *, prompt: Prompt) -> tuple[Any, ...]:
-    """Return the values of INSERT_SAMPLE; `prompt` is the group's.
-
-    Raises UserError for metadata or reward components that JSON cannot hold.
-    """
+    """Return the values of INSERT_SAMPLE. Raises UserError for values that JSON cannot hold."""
     owner = f"sample {sample.index} of group {sample.group_id!r}"
     made = sample.weight_versions[sample.weight_versions >= 0]
     reward = sample.reward

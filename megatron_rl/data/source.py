@@ -1,7 +1,4 @@
-"""Prompts and supervised groups from rows, of a file or of a data source of your own.
-
-R response tokens.
-"""
+"""Prompts and supervised groups from rows, of a file or of a data source. R response tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,4 @@
-"""Responses of an engine, read from the server's answers.
-
-Legend: P prompt tokens, R response tokens, L mixture layers, K experts of a token.
-"""
+"""Responses of an engine. Legend: P prompt and R response tokens, L mixture layers, K experts."""
 
 import base64
 from dataclasses import dataclass

@@ -123,7 +123,7 @@ class EngineClient:
     async def _ask_collected(self, requests: Sequence[Sequence[_Asked]]) -> list[Any] | None:
         """Return the answers to `requests`, collected until this task has its first turn.
 
-        Return None for a refusal of several requests: the reason need not hold for all.
+        None for a refusal of several: the reason need not hold for all.
         """
         if self._together is not None and self._together[0] is requests:
             self._together = None

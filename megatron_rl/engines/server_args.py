@@ -137,10 +137,8 @@ def validate_server_args(arguments: Mapping[str, Any]) -> None:
 
 
 def check_tensor_parallel(arguments: Mapping[str, Any], config: Mapping[str, Any], *, origin: str) -> None:
-    """Raise UserError for a tp_size that does not divide the heads of `config` in `origin`.
-
-    SGLang would load everything first. Ranks may share a key-value head.
-    """
+    """Raise UserError for a tp_size that does not divide the heads of `config` in `origin`."""
+    # SGLang would load everything first. Ranks may share a key-value head.
     ranks = arguments.get("tp_size", 1) // (arguments.get("dp_size", 1) if arguments.get("enable_dp_attention") else 1)
     heads = config.get("num_attention_heads")
     groups = config.get("num_key_value_heads") or heads

@@ -1,8 +1,4 @@
-"""The choice of the finished groups that a step trains on.
-
-Refused are groups that failed or teach nothing, tokens of other weights, and a run whose samples of
-one prompt are copies of each other.
-"""
+"""The choice of finished groups for a step, and refusals of other weights' tokens and of copies."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -39,10 +35,7 @@ class Chosen:
 
 
 class GroupChoice:
-    """The rules for training on a group or rejecting a group.
-
-    A group with failed trajectories needs enough others for the estimator's comparison.
-    """
+    """The rules for training on a group; failed trajectories have to leave enough to compare."""
 
     def __init__(self, objective: Objective, filter: FilterSettings | None, *, samples_per_prompt: int) -> None:
         advantage = objective.advantage

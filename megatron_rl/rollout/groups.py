@@ -1,7 +1,4 @@
-"""The way from one prompt to a group: rollout, check of the contract, score.
-
-A failure is an outcome.
-"""
+"""The way from one prompt to a group: rollout, check of the contract, score. Failures are outcomes."""
 
 import asyncio
 import traceback

@@ -54,7 +54,7 @@ def provide_vllm_operators() -> None:
 
 
 def fork_server_processes() -> None:
-    """Let SGLang fork the scheduler and detokenizer, as a CUDA context does not allow.
+    """Let SGLang fork the scheduler and detokenizer, without a CUDA context to survive the fork.
 
     Forked children have the imports, 10 CPU seconds each: half of the start, and 400 MiB less.
     """
