@@ -288,9 +288,9 @@ def check_plugin(path: str, kind: PluginKind | None, words: tuple[str, ...], mod
 @cli.command(short_help="List the families of models that can be trained.")
 def models() -> int:
     """Print, for each architecture of config.json that can be trained, what is proved for it, and which are refused and why."""
-    from megatron_rl.models.families.family_table import not_synced, refused, table
+    from megatron_rl.models.families.family_table import printed_table
 
-    print("\n".join([*table(), "", "No sync into SGLang on a CPU:", *not_synced(), "", "Refused:", *refused()]))
+    print("\n".join(printed_table()))
     return 0
 
 

@@ -12,8 +12,8 @@ from megatron_rl.errors import UserError
 from megatron_rl.models.attention.rotary import RotarySpec, parse_rotary, rope_parameters, rotated_channels
 from megatron_rl.models.config_json import MOST_PARTS, JsonObject, read_config
 from megatron_rl.models.experts.moe_spec import parse_moe
-from megatron_rl.models.families import FAMILIES, REFUSED
 from megatron_rl.models.families.family import MTP_KEYS, Family
+from megatron_rl.models.families.family_table import FAMILIES, REFUSED
 from megatron_rl.models.model_spec import MlaSpec, ModelSpec
 
 

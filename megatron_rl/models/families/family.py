@@ -1,6 +1,6 @@
 """The description of a family of models, and the keys of `config.json` known for all of them.
 
-Each file beside this one describes one family. No other module asks for a family's name.
+`family_table` has one description for each family. No other module asks for a family's name.
 """
 
 import dataclasses
@@ -49,15 +49,8 @@ MOE_KEYS = frozenset(["moe_intermediate_size", "norm_topk_prob", "num_experts", 
 # of another program say nothing here.
 SIGMOID_ROUTER_KEYS = frozenset(
     [
-        "aux_loss_alpha",
-        "ep_size",
-        "first_k_dense_replace",
-        "n_group",
-        "n_routed_experts",
-        "n_shared_experts",
-        "routed_scaling_factor",
-        "seq_aux",
-        "topk_group",
+        *("first_k_dense_replace", "n_group", "n_routed_experts", "n_shared_experts", "routed_scaling_factor", "topk_group"),
+        *("aux_loss_alpha", "seq_aux", "ep_size"),
     ]
 )
 SIGMOID_ROUTER_FIXED_KEYS: Mapping[str, Any] = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
@@ -66,15 +59,7 @@ SIGMOID_ROUTER_FIXED_KEYS: Mapping[str, Any] = {"moe_layer_freq": 1, "scoring_fu
 MTP_KEYS = frozenset(["num_mtp_layers", "num_nextn_predict_layers"])
 # `qk_head_dim` is the sum of two of the others.
 MLA_KEYS = frozenset(
-    [
-        "kv_lora_rank",
-        "q_lora_rank",
-        "qk_head_dim",
-        "qk_nope_head_dim",
-        "qk_rope_head_dim",
-        "rope_interleave",
-        "v_head_dim",
-    ]
+    ["kv_lora_rank", "q_lora_rank", "qk_head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "rope_interleave", "v_head_dim"]
 )
 
 Proof = Literal["sync", "quantised source", "tp", "pp", "cp", "ep"]
@@ -166,17 +151,14 @@ class Family:
     @property
     def known_keys(self) -> frozenset[str]:
         """Return all accounted keys of config.json."""
-        known = IGNORED_KEYS | READ_KEYS | self.fixed_keys.keys() | self.ignored
-        own = (self.window_theta_key, self.query_scalar_key, self.activation_limit_key)
-        known |= {key for key in own if key is not None}
-        if self.qkv_bias is None:
-            known |= {"attention_bias"}
-        if self.qk_norm is None:
-            known |= {"use_qk_norm"}
-        if self.router is not None:
-            known |= MOE_KEYS
-        if self.router == "sigmoid":
-            known |= SIGMOID_ROUTER_KEYS | MTP_KEYS
-        if self.shared_gate:
-            known |= {"shared_expert_intermediate_size"}
-        return known | (MLA_KEYS if self.mla else frozenset())
+        conditional = (
+            (self.qkv_bias is None, {"attention_bias"}),
+            (self.qk_norm is None, {"use_qk_norm"}),
+            (self.router is not None, MOE_KEYS),
+            (self.router == "sigmoid", SIGMOID_ROUTER_KEYS | MTP_KEYS),
+            (self.shared_gate, {"shared_expert_intermediate_size"}),
+            (self.mla, MLA_KEYS),
+        )
+        own = {self.window_theta_key, self.query_scalar_key, self.activation_limit_key} - {None}
+        known = IGNORED_KEYS | READ_KEYS | self.fixed_keys.keys() | self.ignored | own
+        return known.union(*(keys for present, keys in conditional if present))

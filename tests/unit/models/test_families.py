@@ -15,10 +15,11 @@ from packaging.version import Version
 from megatron_rl.cli import main
 from megatron_rl.errors import UserError
 from megatron_rl.models.attention.attention_choice import resolve_attention
-from megatron_rl.models.families import FAMILIES, REFUSED, family_table
+from megatron_rl.models.families import family_table
+from megatron_rl.models.families.family_table import FAMILIES, REFUSED
 from megatron_rl.models.read_spec import parse_model_spec, read_model_spec
 
-MODELS_OF_FAMILIES = (*DENSE_FAMILIES, "mixtral", "gpt_oss", "qwen3_moe")
+MODELS_OF_FAMILIES = (*DENSE_FAMILIES, "mixtral", "gpt_oss", "qwen3_moe", "glm4_moe")
 SIZES = (
     "vocab_size",
     "hidden_size",
@@ -29,6 +30,7 @@ SIZES = (
     "num_local_experts",
 )
 SIZES += ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "max_position_embeddings")
+SIZES += ("first_k_dense_replace", "n_group", "topk_group", "n_routed_experts", "n_shared_experts", "routed_scaling_factor")
 README = Path(family_table.__file__).with_name("README.md")
 
 
@@ -58,8 +60,9 @@ def test_what_is_proved_is_what_tests_show(architecture):
 def test_the_table_in_the_docs_is_the_one_that_is_printed(capsys):
     assert main(["models"]) == 0
     printed = capsys.readouterr().out
-    table = "\n".join(family_table.table())
-    assert table in printed and table in README.read_text(encoding="utf-8"), f"write this into {README}:\n{table}"
+    table, rest = printed.split("\n\nNo sync into SGLang on a CPU:\n")
+    assert len(table.splitlines()) == len(FAMILIES) + 2 and "\n\nRefused:\n" in rest
+    assert table in README.read_text(encoding="utf-8"), f"write this into {README}:\n{table}"
     assert all(f"{name}: {reason}" in printed for name, reason in REFUSED.items())
     assert "rope type dynamic: SGLang turns sequences of every length by one base" in printed
     documented = README.read_text(encoding="utf-8").replace("\n  ", " ")
@@ -90,7 +93,8 @@ def test_defaults_of_absent_keys_are_those_of_transformers(family, tiny_model):
     assert spec.sliding_window == (config.sliding_window if hasattr(config, "sliding_window") else None)
     assert spec.head_dim == (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
     assert spec.softmax_scale == (config.query_pre_attn_scalar**-0.5 if hasattr(config, "query_pre_attn_scalar") else None)
-    assert family not in ("glm", "glm4") or spec.qkv_bias == config.attention_bias
+    assert family not in ("glm", "glm4", "glm4_moe") or spec.qkv_bias == config.attention_bias
+    assert family != "glm4_moe" or spec.qk_norm == config.use_qk_norm
     types = getattr(config, "layer_types", None)
     if types and spec.sliding_window:
         assert spec.sliding_layers == tuple(layer for layer, kind in enumerate(types) if kind == "sliding_attention")
