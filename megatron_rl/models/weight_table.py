@@ -10,6 +10,7 @@ import enum
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,26 +23,17 @@ from megatron_rl.models.model_spec import USUAL_NAMES, MlaSpec, ModelSpec
 class Sharding(enum.Enum):
     """The way from a rule's tensors to a Megatron parameter, and its split over ranks."""
 
-    REPLICATED = "replicated"
-    """One tensor, the same on every rank."""
-    VOCABULARY = "vocabulary"
-    """One tensor, rows padded to the padded vocabulary and split."""
-    ROWS = "rows"
-    """One tensor, split along its first dimension (column-parallel linear)."""
-    COLUMNS = "columns"
-    """One tensor, split along its last dimension (row-parallel linear)."""
-    QKV = "qkv"
-    """Query, key, value stacked per group as [q...q, k, v]; split by groups."""
-    GATE_UP = "gate_up"
-    """Gate above up; each half is split."""
-    STACKED_QKV = "stacked_qkv"
-    """The same parameter from one tensor with all queries above all keys above all values."""
-    STACKED_GATE_UP = "stacked_gate_up"
-    """The same parameter from one tensor with gate above up."""
+    REPLICATED = "replicated"  # One tensor, the same on every rank.
+    VOCABULARY = "vocabulary"  # One tensor, rows padded to the padded vocabulary and split.
+    ROWS = "rows"  # One tensor, split along its first dimension (column-parallel linear).
+    COLUMNS = "columns"  # One tensor, split along its last dimension (row-parallel linear).
+    TRANSPOSED_COLUMNS = "transposed_columns"  # The transpose of one tensor, split along its last dimension.
+    QKV = "qkv"  # Query, key, value stacked per group as [q...q, k, v]; split by groups.
+    STACKED_QKV = "stacked_qkv"  # The same parameter from one tensor with all queries above all keys above all values.
+    GATE_UP = "gate_up"  # Gate above up; each half is split.
+    STACKED_GATE_UP = "stacked_gate_up"  # The same parameter from one tensor with gate above up.
+    # The same parameter from one tensor whose columns are those of gate and up in turns: the transpose of the weight, or a bias.
     ALTERNATE_GATE_UP = "alternate_gate_up"
-    """The same parameter from one tensor whose columns are those of gate and up in turns: the transpose of the weight, or a bias."""
-    TRANSPOSED_COLUMNS = "transposed_columns"
-    """The transpose of one tensor, split along its last dimension."""
 
 
 _GATE_UP = (Sharding.GATE_UP, Sharding.STACKED_GATE_UP, Sharding.ALTERNATE_GATE_UP)
@@ -105,8 +97,8 @@ def of_mtp(name: str, spec: ModelSpec) -> bool:
 
 def rules(spec: ModelSpec) -> Iterator[Rule]:
     """Every parameter of the model, first to last, layers counted from 0 over the whole model."""
-    embedding, head = (HfTensor(name, (spec.vocab_size, spec.hidden_size)) for name in ("model.embed_tokens.weight", "lm_head.weight"))
-    yield Rule("embedding.word_embeddings.weight", (embedding,), Sharding.VOCABULARY)
+    embedding, whole = "model.embed_tokens.weight", (spec.vocab_size, spec.hidden_size)
+    yield _one("embedding.word_embeddings.weight", embedding, *whole, sharding=Sharding.VOCABULARY)
     for layer in range(spec.num_layers):
         megatron, hugging_face = f"decoder.layers.{layer}.", f"model.layers.{layer}."
         yield from _attention_rules(spec, megatron, hugging_face)
@@ -114,121 +106,109 @@ def rules(spec: ModelSpec) -> Iterator[Rule]:
             yield from _mlp_rules(spec, megatron, hugging_face)
         else:
             yield from _moe_rules(spec, spec.moe, megatron, hugging_face)
-    yield _norm("decoder.final_layernorm.weight", "model.norm.weight", spec.hidden_size)
-    yield Rule(
-        "output_layer.weight",
-        (embedding if spec.tie_embeddings else head,),
-        Sharding.VOCABULARY,
-        exported=not spec.tie_embeddings,
-    )
+    yield _one("decoder.final_layernorm.weight", "model.norm.weight", spec.hidden_size)
+    head = embedding if spec.tie_embeddings else "lm_head.weight"
+    yield _one("output_layer.weight", head, *whole, sharding=Sharding.VOCABULARY, exported=not spec.tie_embeddings)
 
 
-def _norm(megatron: str, hugging_face: str, width: int, *, transformer_engine: str | None = None) -> Rule:
-    return Rule(megatron, (HfTensor(hugging_face, (width,)),), Sharding.REPLICATED, transformer_engine)
+def _one(megatron: str, hugging_face: str, *shape: int, sharding: Sharding = Sharding.REPLICATED, **marks: Any) -> Rule:
+    """Return the rule of a parameter from one tensor."""
+    return Rule(megatron, (HfTensor(hugging_face, shape),), sharding, **marks)
 
 
 def _attention_rules(spec: ModelSpec, megatron: str, hugging_face: str) -> Iterator[Rule]:
-    attention, original, hidden = f"{megatron}self_attention.", f"{hugging_face}self_attn.", spec.hidden_size
+    attention, original, hidden, names = f"{megatron}self_attention.", f"{hugging_face}self_attn.", spec.hidden_size, spec.names
     # Transformer Engine fuses the norm into the next projection. Latent attention has two projections
     # there, so its norm is separate.
     fused = None if spec.mla is not None else f"{attention}linear_qkv.layer_norm_weight"
-    names = spec.names
     if names.attention_input_norm is not None:
         before = f"{hugging_face}{names.attention_input_norm}.weight"
-        yield _norm(f"{megatron}input_layernorm.weight", before, hidden, transformer_engine=fused)
+        yield _one(f"{megatron}input_layernorm.weight", before, hidden, transformer_engine=fused)
     if spec.mla is None:
         yield from _grouped_query_rules(spec, attention, original)
     else:
         yield from _latent_rules(spec, spec.mla, attention, original)
-    output = HfTensor(f"{original}o_proj.weight", (hidden, spec.num_heads * spec.value_dim))
-    yield Rule(f"{attention}linear_proj.weight", (output,), Sharding.COLUMNS)
+    width = spec.num_heads * spec.value_dim
+    yield _one(f"{attention}linear_proj.weight", f"{original}o_proj.weight", hidden, width, sharding=Sharding.COLUMNS)
     if spec.linear_bias:
-        yield Rule(f"{attention}linear_proj.bias", (HfTensor(f"{original}o_proj.bias", (hidden,)),), Sharding.REPLICATED)
+        yield _one(f"{attention}linear_proj.bias", f"{original}o_proj.bias", hidden)
     if spec.attention_sinks:
-        sinks = HfTensor(f"{original}sinks", (spec.num_heads,))
-        yield Rule(f"{attention}core_attention.softmax_offset", (sinks,), Sharding.ROWS)
+        yield _one(f"{attention}core_attention.softmax_offset", f"{original}sinks", spec.num_heads, sharding=Sharding.ROWS)
     if names.attention_output_norm is not None:
-        yield _norm(f"{attention}linear_proj.output_layernorm.weight", f"{hugging_face}{names.attention_output_norm}.weight", hidden)
+        yield _one(f"{attention}linear_proj.output_layernorm.weight", f"{hugging_face}{names.attention_output_norm}.weight", hidden)
+
+
+def _qkv_rows(spec: ModelSpec) -> tuple[int, int, int]:
+    return spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
 
 
 def _grouped_query_rules(spec: ModelSpec, megatron: str, hugging_face: str) -> Iterator[Rule]:
-    rows = {"q": spec.num_heads * spec.head_dim, "k": spec.num_kv_heads * spec.head_dim, "v": spec.num_kv_heads * spec.head_dim}
+    rows, hidden = dict(zip("qkv", _qkv_rows(spec), strict=True)), spec.hidden_size
     if spec.names.qkv is None:
-        weights = tuple(HfTensor(f"{hugging_face}{name}_proj.weight", (rows[name], spec.hidden_size)) for name in "qkv")
+        weights = tuple(HfTensor(f"{hugging_face}{name}_proj.weight", (rows[name], hidden)) for name in "qkv")
         yield Rule(f"{megatron}linear_qkv.weight", weights, Sharding.QKV)
     else:
-        stacked = HfTensor(f"{hugging_face}{spec.names.qkv}.weight", (sum(rows.values()), spec.hidden_size))
-        yield Rule(f"{megatron}linear_qkv.weight", (stacked,), Sharding.STACKED_QKV)
+        stacked = f"{hugging_face}{spec.names.qkv}.weight"
+        yield _one(f"{megatron}linear_qkv.weight", stacked, sum(rows.values()), hidden, sharding=Sharding.STACKED_QKV)
     if spec.qkv_bias:
         biases = tuple(HfTensor(f"{hugging_face}{name}_proj.bias", (rows[name],)) for name in "qkv")
         yield Rule(f"{megatron}linear_qkv.bias", biases, Sharding.QKV)
-    if spec.qk_norm and spec.qk_norm_over_heads:
-        for name in "qk":
-            whole = HfTensor(f"{hugging_face}{name}_norm.weight", (rows[name],))
-            yield Rule(f"{megatron}{name}_layernorm.weight", (whole,), Sharding.ROWS)
-    elif spec.qk_norm:
-        for name in "qk":
-            yield _norm(f"{megatron}{name}_layernorm.weight", f"{hugging_face}{name}_norm.weight", spec.head_dim)
+    for name in "qk" if spec.qk_norm else "":
+        width, sharding = (rows[name], Sharding.ROWS) if spec.qk_norm_over_heads else (spec.head_dim, Sharding.REPLICATED)
+        yield _one(f"{megatron}{name}_layernorm.weight", f"{hugging_face}{name}_norm.weight", width, sharding=sharding)
 
 
 def _latent_rules(spec: ModelSpec, mla: MlaSpec, megatron: str, hugging_face: str) -> Iterator[Rule]:
-    query_rows = spec.num_heads * mla.qk_head_dim
-    if mla.q_lora_rank is None:
-        query = HfTensor(f"{hugging_face}q_proj.weight", (query_rows, spec.hidden_size))
-        yield Rule(f"{megatron}linear_q_proj.weight", (query,), Sharding.ROWS)
-    else:
-        down = HfTensor(f"{hugging_face}q_a_proj.weight", (mla.q_lora_rank, spec.hidden_size))
-        up = HfTensor(f"{hugging_face}q_b_proj.weight", (query_rows, mla.q_lora_rank))
-        yield from _latent_pair(f"{megatron}linear_q_", f"{megatron}q_layernorm", down, f"{hugging_face}q_a_layernorm.weight", up)
+    query_rows, hidden = spec.num_heads * mla.qk_head_dim, spec.hidden_size
     # Rows of the down projection: the latent, then the rotary part of the keys. The rotary part has no
     # latent.
-    down = HfTensor(f"{hugging_face}kv_a_proj_with_mqa.weight", (mla.kv_lora_rank + mla.qk_rope_head_dim, spec.hidden_size))
-    up = HfTensor(f"{hugging_face}kv_b_proj.weight", (spec.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim), mla.kv_lora_rank))
-    yield from _latent_pair(f"{megatron}linear_kv_", f"{megatron}kv_layernorm", down, f"{hugging_face}kv_a_layernorm.weight", up)
-
-
-def _latent_pair(linear: str, norm: str, down: HfTensor, norm_name: str, up: HfTensor) -> Iterator[Rule]:
-    """Down projection, norm and up projection of one latent; the norm is fused into the up projection by Transformer Engine."""
-    yield Rule(f"{linear}down_proj.weight", (down,), Sharding.REPLICATED)
-    yield _norm(f"{norm}.weight", norm_name, up.shape[1], transformer_engine=f"{linear}up_proj.layer_norm_weight")
-    yield Rule(f"{linear}up_proj.weight", (up,), Sharding.ROWS)
+    key_value = "kv", "kv_a_proj_with_mqa", mla.kv_lora_rank + mla.qk_rope_head_dim, mla.kv_lora_rank
+    latents = [(*key_value, spec.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim))]
+    if mla.q_lora_rank is None:
+        yield _one(f"{megatron}linear_q_proj.weight", f"{hugging_face}q_proj.weight", query_rows, hidden, sharding=Sharding.ROWS)
+    else:
+        latents.insert(0, ("q", "q_a_proj", mla.q_lora_rank, mla.q_lora_rank, query_rows))
+    for name, down, down_rows, rank, up_rows in latents:
+        linear = f"{megatron}linear_{name}_"
+        yield _one(f"{linear}down_proj.weight", f"{hugging_face}{down}.weight", down_rows, hidden)
+        # Transformer Engine fuses the norm into the up projection.
+        norm, fused = f"{hugging_face}{name}_a_layernorm.weight", f"{linear}up_proj.layer_norm_weight"
+        yield _one(f"{megatron}{name}_layernorm.weight", norm, rank, transformer_engine=fused)
+        yield _one(f"{linear}up_proj.weight", f"{hugging_face}{name}_b_proj.weight", up_rows, rank, sharding=Sharding.ROWS)
 
 
 def _mlp_rules(spec: ModelSpec, megatron: str, hugging_face: str) -> Iterator[Rule]:
     names, hidden = spec.names, spec.hidden_size
     if names.mlp_input_norm is not None:
-        fused = f"{megatron}mlp.linear_fc1.layer_norm_weight"
-        before = f"{hugging_face}{names.mlp_input_norm}.weight"
-        yield _norm(f"{megatron}pre_mlp_layernorm.weight", before, hidden, transformer_engine=fused)
+        before, fused = f"{hugging_face}{names.mlp_input_norm}.weight", f"{megatron}mlp.linear_fc1.layer_norm_weight"
+        yield _one(f"{megatron}pre_mlp_layernorm.weight", before, hidden, transformer_engine=fused)
     yield from _gated_rules(f"{megatron}mlp.", f"{hugging_face}mlp.", hidden=hidden, width=spec.ffn_hidden_size, stacked=names.gate_up)
     if names.mlp_output_norm is not None:
-        yield _norm(f"{megatron}mlp.linear_fc2.output_layernorm.weight", f"{hugging_face}{names.mlp_output_norm}.weight", hidden)
+        yield _one(f"{megatron}mlp.linear_fc2.output_layernorm.weight", f"{hugging_face}{names.mlp_output_norm}.weight", hidden)
 
 
 def _moe_rules(spec: ModelSpec, moe: MoeSpec, megatron: str, hugging_face: str) -> Iterator[Rule]:
     names, hidden = spec.names, spec.hidden_size
-    yield _norm(f"{megatron}pre_mlp_layernorm.weight", f"{hugging_face}{names.mlp_input_norm}.weight", hidden)
-    mixture = f"{hugging_face}{names.mixture}."
+    yield _one(f"{megatron}pre_mlp_layernorm.weight", f"{hugging_face}{names.mlp_input_norm}.weight", hidden)
+    mixture, own = f"{hugging_face}{names.mixture}.", f"{megatron}mlp."
     router = f"{mixture}{names.router}."
-    yield Rule(f"{megatron}mlp.router.weight", (HfTensor(f"{router}weight", (moe.num_experts, hidden)),), Sharding.REPLICATED)
+    yield _one(f"{own}router.weight", f"{router}weight", moe.num_experts, hidden)
     if spec.linear_bias:
-        yield Rule(f"{megatron}mlp.router.bias", (HfTensor(f"{router}bias", (moe.num_experts,)),), Sharding.REPLICATED)
+        yield _one(f"{own}router.bias", f"{router}bias", moe.num_experts)
     if moe.expert_bias:
-        bias = HfTensor(f"{router}e_score_correction_bias", (moe.num_experts,))
-        yield Rule(f"{megatron}mlp.router.expert_bias", (bias,), Sharding.REPLICATED, float32=True)
+        yield _one(f"{own}router.expert_bias", f"{router}e_score_correction_bias", moe.num_experts, float32=True)
+    shared = f"{mixture}{names.shared_experts}"
     if moe.shared_ffn_hidden_size:
-        shared = f"{mixture}{names.shared_experts}."
-        yield from _gated_rules(f"{megatron}mlp.shared_experts.", shared, hidden=hidden, width=moe.shared_ffn_hidden_size)
+        yield from _gated_rules(f"{own}shared_experts.", f"{shared}.", hidden=hidden, width=moe.shared_ffn_hidden_size)
     if moe.shared_gate:
-        shared_gate = HfTensor(f"{mixture}{names.shared_experts}_gate.weight", (1, hidden))
-        yield Rule(f"{megatron}mlp.shared_experts.gate_weight", (shared_gate,), Sharding.REPLICATED)
+        yield _one(f"{own}shared_experts.gate_weight", f"{shared}_gate.weight", 1, hidden)
     if names.stacked_experts:
-        yield from _stacked_expert_rules(moe, f"{megatron}mlp.experts.local_experts.", f"{mixture}experts.", hidden, bias=spec.linear_bias)
+        yield from _stacked_expert_rules(moe, f"{own}experts.local_experts.", f"{mixture}experts.", hidden, bias=spec.linear_bias)
         return
     for expert in range(moe.num_experts):
-        own, original = f"{megatron}mlp.experts.local_experts.{expert}.", f"{mixture}experts.{expert}."
-        grouped = f"{megatron}mlp.experts.", expert
-        yield from _gated_rules(own, original, hidden=hidden, width=moe.ffn_hidden_size, expert=grouped, projections=names.expert)
+        single, original = f"{own}experts.local_experts.{expert}.", f"{mixture}experts.{expert}."
+        grouped = f"{own}experts.", expert
+        yield from _gated_rules(single, original, hidden=hidden, width=moe.ffn_hidden_size, expert=grouped, projections=names.expert)
 
 
 def _stacked_expert_rules(moe: MoeSpec, megatron: str, hugging_face: str, hidden: int, *, bias: bool) -> Iterator[Rule]:
@@ -242,8 +222,8 @@ def _stacked_expert_rules(moe: MoeSpec, megatron: str, hugging_face: str, hidden
     ]
     for own, stack, shape, sharding in parts:
         for expert in range(moe.num_experts) if bias or own.endswith(".weight") else ():
-            tensor = HfTensor(part_name(f"{hugging_face}{stack}", expert), shape)
-            yield Rule(f"{megatron}{expert}.{own}", (tensor,), sharding, of_expert=True)
+            part = part_name(f"{hugging_face}{stack}", expert)
+            yield _one(f"{megatron}{expert}.{own}", part, *shape, sharding=sharding, of_expert=True)
 
 
 def _gated_rules(
@@ -270,8 +250,7 @@ def _gated_rules(
 def combine(sharding: Sharding, tensors: Sequence[Tensor], spec: ModelSpec, *, tp: int) -> Tensor:
     """Return a whole parameter [rows, columns] or [rows], the vocabulary padded for `tp`."""
     if sharding is Sharding.STACKED_QKV:
-        rows = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        return combine(Sharding.QKV, tensors[0].split(rows), spec, tp=tp)
+        return combine(Sharding.QKV, tensors[0].split(_qkv_rows(spec)), spec, tp=tp)
     if sharding is Sharding.QKV:
         groups = [tensor.unflatten(0, (spec.num_kv_heads, -1)) for tensor in tensors]
         return torch.cat(groups, dim=1).flatten(0, 1)
