@@ -21,8 +21,13 @@ def frozen_rules(spec: ModelSpec, patterns: Sequence[str]) -> list[Rule]:
     Raises UserError for a pattern without a matching tensor, for patterns matching only some of the
     tensors of one Megatron parameter, and when nothing is left to train.
     """
+    names = [name for name, _ in tensor_shapes(spec)]
     for pattern in patterns:
-        _check_matches(spec, pattern)
+        if not any(fnmatchcase(name, pattern) for name in names):
+            closest = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)[0]
+            raise UserError(
+                f"training.frozen has the pattern {pattern!r}, which matches no tensor of the model; the closest name is {closest}"
+            )
     every = list(rules(spec))
     found = [rule for rule in every if _frozen_names(rule, patterns)]
     for rule in found:
@@ -36,13 +41,6 @@ def frozen_rules(spec: ModelSpec, patterns: Sequence[str]) -> list[Rule]:
     if len(found) == len(every):
         raise UserError(f"training.frozen {list(patterns)} freezes every weight, so there is nothing to train; leave some out")
     return found
-
-
-def _check_matches(spec: ModelSpec, pattern: str) -> None:
-    names = [name for name, _ in tensor_shapes(spec)]
-    if not any(fnmatchcase(name, pattern) for name in names):
-        closest = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)[0]
-        raise UserError(f"training.frozen has the pattern {pattern!r}, which matches no tensor of the model; the closest name is {closest}")
 
 
 def _frozen_names(rule: Rule, patterns: Sequence[str]) -> list[str]:

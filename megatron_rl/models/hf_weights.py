@@ -1,5 +1,6 @@
 """Hugging Face tensors of the Megatron model in the order of `weight_table`, and global names."""
 
+import itertools
 import math
 import re
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -35,8 +36,7 @@ def _exported(chunks: Sequence[PolicyModel], spec: ModelSpec) -> Iterator[tuple[
     """Yield the tensors of the table; tensors of experts may be parts of a tensor in a file."""
     parameters = global_parameters(chunks)
     owners = _Owners(parameters)
-    exported = (rule for rule in rules(spec) if rule.exported)
-    for together in _sent_together(exported, owners, dtype=chunks[0].config.params_dtype):
+    for together in _sent_together(spec, owners, dtype=chunks[0].config.params_dtype):
         held = [(rule, parameters[name]) for rule in together.rules if (name := held_name(rule, parameters)) in parameters]
         assert len(held) in (0, len(together.rules)), f"this rank has only a part of what is sent with {together.rules[0].megatron}"
         tensors = [tensor for rule, parameter in held for tensor in _gathered(rule, parameter.detach(), spec)]
@@ -129,32 +129,26 @@ class _Sent:
     owner: int | None
     dtype: torch.dtype
 
-    def takes(self, rule: Rule, other: "_Sent") -> bool:
-        """Return true when `rule`, alone `other`, can join this message."""
-        if self.group is None or (self.group, self.owner, self.dtype) != (other.group, other.owner, other.dtype):
-            return False
-        return _num_bytes([*self.rules, rule], self.dtype) <= SENT_BYTES
 
-
-def _num_bytes(together: Sequence[Rule], dtype: torch.dtype) -> int:
-    return dtype.itemsize * sum(math.prod(tensor.shape) for rule in together for tensor in rule.tensors)
-
-
-def _sent_together(exported: Iterator[Rule], owners: _Owners, *, dtype: torch.dtype) -> Iterator[_Sent]:
+def _sent_together(spec: ModelSpec, owners: _Owners, *, dtype: torch.dtype) -> Iterator[_Sent]:
     """Yield the rules in order, grouped by message, as a mixture has thousands of small experts."""
-    waiting: _Sent | None = None
-    for rule in exported:
+
+    def sender(rule: Rule) -> tuple[dist.ProcessGroup | None, int | None, torch.dtype]:
         group, holders = owners.of(rule)
-        owner = None if group is None else holders[held_name(rule, holders)]
-        alone = _Sent([rule], group, owner, torch.float32 if rule.float32 else dtype)
-        if waiting is not None and waiting.takes(rule, alone):
-            waiting.rules.append(rule)
-            continue
-        if waiting is not None:
-            yield waiting
-        waiting = alone
-    if waiting is not None:
-        yield waiting
+        return group, None if group is None else holders[held_name(rule, holders)], torch.float32 if rule.float32 else dtype
+
+    exported = (rule for rule in rules(spec) if rule.exported)
+    for (group, owner, sent_dtype), consecutive in itertools.groupby(exported, sender):
+        message: list[Rule] = []
+        message_bytes = 0
+        for rule in consecutive:
+            num_bytes = sent_dtype.itemsize * sum(math.prod(tensor.shape) for tensor in rule.tensors)
+            if message and (group is None or message_bytes + num_bytes > SENT_BYTES):
+                yield _Sent(message, group, owner, sent_dtype)
+                message, message_bytes = [], 0
+            message.append(rule)
+            message_bytes += num_bytes
+        yield _Sent(message, group, owner, sent_dtype)
 
 
 def _from_owner(together: _Sent, tensors: list[Tensor]) -> list[Tensor]:

@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, copy_to_tensor_m
 from torch import Tensor, nn
 
 from megatron_rl.algorithms.head_statistics import head_statistics
-from megatron_rl.algorithms.log_prob import TORCH_ROWS, RowMaths, TokenStatistics
+from megatron_rl.algorithms.log_prob import TORCH_ROWS, RowMaths
 from megatron_rl.device import chosen_row_maths
 
 
@@ -78,14 +78,12 @@ class LanguageModelHead(ColumnParallelLinear):
         """
         if question is None:
             return super().forward(input_, weight, runtime_gather_output)
-        return self._answer(input_, self.weight if weight is None else weight, question)
-
-    def _answer(self, hidden: Tensor, weight: Tensor, question: TokenQuestion) -> TokenStatistics:
+        weight = self.weight if weight is None else weight
         group = self.tp_group if self.tp_group.size() > 1 else None
         if group is not None:
-            hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
+            input_ = copy_to_tensor_model_parallel_region(input_, group=group)
         return head_statistics(
-            hidden,
+            input_,
             weight,
             question.targets,
             temperature=question.temperature,
@@ -96,7 +94,7 @@ class LanguageModelHead(ColumnParallelLinear):
             # The attribute is megatron's mark of a parameter with summed gradients; a frozen or unwrapped
             # weight has no mark.
             gradient_buffer=vars(weight).get("main_grad"),
-            rows=row_maths(hidden),
+            rows=row_maths(input_),
         )
 
 

@@ -14,12 +14,7 @@ from megatron_rl.models.attention.attention_choice import DEFAULT_BACKEND, Atten
 from megatron_rl.models.experts.moe_fields import BALANCED_BY, check_expert_layout, check_routing
 from megatron_rl.models.experts.moe_spec import MoeSpec
 from megatron_rl.models.model_spec import Activation, MlaSpec, ModelSpec
-from megatron_rl.models.unavailable_fields import (
-    check_attention_backend,
-    check_available,
-    check_recompute,
-    without_kernels,
-)
+from megatron_rl.models.unavailable_fields import check_attention_backend, check_available, check_recompute, without_kernels
 from megatron_rl.models.upstream_fields import checked_fields
 
 if TYPE_CHECKING:
@@ -200,20 +195,6 @@ def _moe_fields(moe: MoeSpec | None, *, num_layers: int) -> dict[str, Any]:
     }
 
 
-def _default_moe_fields(*, grouped: bool) -> dict[str, Any]:
-    """Return defaults; `grouped` computes a rank's experts in one call of Transformer Engine."""
-    return {
-        "moe_token_dispatcher_type": "alltoall",
-        "moe_grouped_gemm": grouped,
-        # Sums of many products decide the choice of experts: in bfloat16 near ties would fall either way.
-        "moe_router_dtype": "fp32",
-        # Pre-training moves the bias until all experts are used alike. A prompt set of RL is narrow. The
-        # bias would push its tokens away from the best experts, and change the policy behind the
-        # objective's back.
-        "moe_router_bias_update_rate": 0.0,
-    }
-
-
 def _topology_fields(topology: "TopologySettings", dtype: torch.dtype) -> dict[str, Any]:
     """Return the fields fixed by the layout, the dtype, the device and the trainer's loss contract."""
     values: dict[str, Any] = {
@@ -250,11 +231,11 @@ def _topology_fields(topology: "TopologySettings", dtype: torch.dtype) -> dict[s
 
 
 def _default_fields(spec: ModelSpec, attention: Attention) -> dict[str, Any]:
-    """Return the fields left to scripts; fused kernels are on with Transformer Engine."""
-    fused = local_device().kind == "cuda" and attention == "transformer_engine"
-    return {
-        "transformer_impl": "transformer_engine" if attention == "transformer_engine" else "local",
-        **({"attention_backend": DEFAULT_BACKEND} if attention == "transformer_engine" else {}),
+    """Return the fields left to scripts; with Transformer Engine kernels are fused and a rank's experts computed in one call."""
+    with_te = attention == "transformer_engine"
+    fused = local_device().kind == "cuda" and with_te
+    values: dict[str, Any] = {
+        "transformer_impl": "transformer_engine" if with_te else "local",
         "bias_activation_fusion": fused,
         "bias_dropout_fusion": fused,
         "apply_rope_fusion": fused,
@@ -266,5 +247,15 @@ def _default_fields(spec: ModelSpec, attention: Attention) -> dict[str, Any]:
         "deallocate_pipeline_outputs": True,
         # megatron refuses its own default with pipelines, also for a model without experts.
         "moe_token_dispatcher_type": "alltoall",
-        **(_default_moe_fields(grouped=attention == "transformer_engine") if spec.moe is not None else {}),
     }
+    if with_te:
+        values["attention_backend"] = DEFAULT_BACKEND
+    if spec.moe is not None:
+        values["moe_grouped_gemm"] = with_te
+        # Sums of many products decide the choice of experts: in bfloat16 near ties would fall either way.
+        values["moe_router_dtype"] = "fp32"
+        # Pre-training moves the bias until all experts are used alike. A prompt set of RL is narrow. The
+        # bias would push its tokens away from the best experts, and change the policy behind the
+        # objective's back.
+        values["moe_router_bias_update_rate"] = 0.0
+    return values

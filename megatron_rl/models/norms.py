@@ -1,4 +1,4 @@
-"""Root mean square norms.
+"""Root mean square norms, and parameters split over tensor parallel ranks.
 
 Legend: T tokens on this rank, H heads on this rank, D channels of a head, tp tensor parallel size.
 """
@@ -14,6 +14,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.distributed.nn.functional import all_reduce
+
+
+def split_parameter(config: TransformerConfig, group: torch.distributed.ProcessGroup, size: int, *, value: float) -> torch.nn.Parameter:
+    """Return this rank's part [size / tp] of a parameter filled with `value`."""
+    device = None if config.use_cpu_initialization else torch.device("cuda", torch.cuda.current_device())
+    parameter = torch.nn.Parameter(torch.full((size // group.size(),), value, device=device, dtype=config.params_dtype))
+    set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
+    return parameter
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -44,10 +52,7 @@ class NormOverHeads(torch.nn.Module):
         super().__init__()
         self.eps, self.width = config.layernorm_epsilon, num_heads * config.kv_channels
         self.group = parallel_state.get_tensor_model_parallel_group()
-        device = None if config.use_cpu_initialization else torch.device("cuda", torch.cuda.current_device())
-        local = self.width // self.group.size()
-        self.weight = torch.nn.Parameter(torch.ones(local, device=device, dtype=config.params_dtype))
-        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
+        self.weight = split_parameter(config, self.group, self.width, value=1.0)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, 1, H, D] over the root mean square of the channels of all ranks. Collective over tensor parallel ranks."""

@@ -106,13 +106,8 @@ def _family(file: JsonObject) -> Family:
 
 
 def _latent_attention(file: JsonObject) -> MlaSpec:
-    return MlaSpec(
-        q_lora_rank=None if file.values.get("q_lora_rank") is None else file.integer("q_lora_rank"),
-        kv_lora_rank=file.integer("kv_lora_rank"),
-        qk_nope_head_dim=file.integer("qk_nope_head_dim"),
-        qk_rope_head_dim=file.integer("qk_rope_head_dim"),
-        v_head_dim=file.integer("v_head_dim"),
-    )
+    sizes = {name: file.integer(name) for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")}
+    return MlaSpec(q_lora_rank=None if file.values.get("q_lora_rank") is None else file.integer("q_lora_rank"), **sizes)
 
 
 def _rotary(file: JsonObject, family: Family, *, head_dim: int, length: int) -> tuple[RotarySpec, RotarySpec | None]:

@@ -60,37 +60,37 @@ _RECOMPUTED_BY_TRANSFORMER_ENGINE = frozenset({"layernorm", "moe_act"})
 def check_available(overrides: Mapping[str, Any], *, attention: Attention, bf16: bool) -> None:
     """Raise UserError for a field turned on in `overrides` and unusable here or with `attention`."""
     for name, value in overrides.items():
-        if value in _OFF:
-            continue
-        if name in _REFUSED:
-            raise UserError(f"model.megatron.{name} is {value!r}, which is not supported: {_REFUSED[name]}; remove it")
-        if attention != "torch":
-            if name in _NARROW:
-                raise UserError(
-                    f"model.megatron.{name} is {value!r}, but Transformer Engine multiplies such matrices for multiples of 8 tokens only, "
-                    "and a micro-batch has as many as its sequences; remove it"
-                )
-            if name == "gradient_accumulation_fusion" and transformer_engine_here() and find_spec(_APEX_KERNELS) is None:
-                raise UserError(
-                    f"model.megatron.{name} is {value!r}, which needs Apex built with its CUDA extensions ({_APEX_KERNELS}), but that is "
-                    "not installed; remove it, or build Apex from NVIDIA's repository"
-                )
-            continue
-        if name in NEEDS_TRANSFORMER_ENGINE:
-            raise UserError(
-                f"model.megatron.{name} is {value!r}, which needs a GPU with Transformer Engine, but the layers are torch's; remove it, or "
-                "set model.attention to transformer_engine where that is installed"
+        obstacle = None if value in _OFF else _obstacle(name, value, attention=attention, bf16=bf16)
+        if obstacle is not None:
+            raise UserError(f"model.megatron.{name} is {value!r}{obstacle}")
+
+
+def _obstacle(name: str, value: Any, *, attention: Attention, bf16: bool) -> str | None:
+    """Return the reason and the fix for an unusable field, else None."""
+    if name in _REFUSED:
+        return f", which is not supported: {_REFUSED[name]}; remove it"
+    if attention != "torch":
+        if name in _NARROW:
+            return (
+                ", but Transformer Engine multiplies such matrices for multiples of 8 tokens only, and a micro-batch has as many as its "
+                "sequences; remove it"
             )
-        if name == "moe_token_dispatcher_type" and value == "flex":
-            raise UserError(
-                "model.megatron.moe_token_dispatcher_type is 'flex', which needs DeepEP's kernels for GPUs, but the layers are torch's; "
-                "set it to alltoall or allgather"
+        if name == "gradient_accumulation_fusion" and transformer_engine_here() and find_spec(_APEX_KERNELS) is None:
+            return (
+                f", which needs Apex built with its CUDA extensions ({_APEX_KERNELS}), but that is not installed; remove it, or build "
+                "Apex from NVIDIA's repository"
             )
-        if name == "fp32_residual_connection" and bf16:
-            raise UserError(
-                "model.megatron.fp32_residual_connection is True with bfloat16 weights, which torch's layers cannot multiply with float32; "
-                "remove it, or set model.dtype to float32"
-            )
+        return None
+    if name in NEEDS_TRANSFORMER_ENGINE:
+        return (
+            ", which needs a GPU with Transformer Engine, but the layers are torch's; remove it, or set model.attention to "
+            "transformer_engine where that is installed"
+        )
+    if name == "moe_token_dispatcher_type" and value == "flex":
+        return ", which needs DeepEP's kernels for GPUs, but the layers are torch's; set it to alltoall or allgather"
+    if name == "fp32_residual_connection" and bf16:
+        return " with bfloat16 weights, which torch's layers cannot multiply with float32; remove it, or set model.dtype to float32"
+    return None
 
 
 _BACKEND_SWITCHES = {"NVTE_FLASH_ATTN": AttnBackend.flash, "NVTE_FUSED_ATTN": AttnBackend.fused, "NVTE_UNFUSED_ATTN": AttnBackend.unfused}

@@ -86,11 +86,7 @@ def tensor_names(spec: ModelSpec) -> set[str]:
 
 
 def of_mtp(name: str, spec: ModelSpec) -> bool:
-    """Return true for a tensor of the multi-token prediction layers behind the last layer.
-
-    These layers propose tokens for speculative decoding, used by engines only. The policy's
-    probabilities do not depend on the layers, so nothing here could train the layers.
-    """
+    """Return true for a tensor of the multi-token prediction layers, which only engines use and nothing here could train."""
     layer = _LAYER.match(name)
     return layer is not None and spec.num_layers <= int(layer[1]) < spec.num_layers + spec.num_mtp_layers
 

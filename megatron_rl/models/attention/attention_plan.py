@@ -10,7 +10,7 @@ Sequences of similar length share a bucket [S, L], so thousands of short sequenc
 calls. Padding sits at the end of a row, hidden by causality.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -64,14 +64,12 @@ class Bucket:
 class AttentionPlan:
     """Source and destination of every token. Index tensors are int64 on the model's device.
 
-    `positions` [T] position of each local token in its sequence. `query_tokens` [slots] local token
-    of each query slot (padding reads token 0), `token_queries` [T] its inverse, `query_padding` the
-    padding slots. `key_tokens` [slots] row of the keys gathered over context parallel ranks, [cp
-    T], and `token_keys` [cp T] its inverse. `identity` is True when slots are tokens in order, so
-    no token has to move.
+    `query_tokens` [slots] local token of each query slot (padding reads token 0), `token_queries`
+    [T] its inverse, `query_padding` the padding slots. `key_tokens` [slots] row of the keys gathered
+    over context parallel ranks, [cp T], and `token_keys` [cp T] its inverse. `identity` is True when
+    slots are tokens in order, so no token has to move.
     """
 
-    positions: torch.Tensor
     query_tokens: torch.Tensor
     token_queries: torch.Tensor
     query_padding: torch.Tensor
@@ -91,30 +89,25 @@ def plan_attention(cu_seqlens: Ints, *, cp_size: int = 1, cp_rank: int = 0, devi
     check_splits(cu_seqlens, cp_size=cp_size)
     lengths = np.diff(cu_seqlens)
     buckets: list[Bucket] = []
-    queries: list[Ints] = []
-    keys: list[Ints] = []
+    # Empty for a micro-batch without sequences.
+    queries, keys = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     for rows in _similar_lengths(lengths):
         sequences = _Rows(lengths[rows], cu_seqlens[rows] // cp_size, int(cu_seqlens[-1]) // cp_size, cp_size, cp_rank)
         first_query, first_key = sum(map(len, queries)), sum(map(len, keys))
         buckets.append(Bucket(len(rows), int(sequences.lengths.max()), first_query, first_key, sequences.parts(device)))
         queries.append(sequences.query_tokens().reshape(-1))
         keys.append(sequences.key_tokens().reshape(-1))
-    query_tokens = np.concatenate(queries) if queries else np.empty(0, np.int64)
-    key_tokens = np.concatenate(keys) if keys else np.empty(0, np.int64)
+    query_tokens, key_tokens = np.concatenate(queries), np.concatenate(keys)
     num_tokens = int(cu_seqlens[-1]) // cp_size
-    padding = np.flatnonzero(query_tokens < 0)
-    identity = cp_size == 1 and np.array_equal(query_tokens, np.arange(num_tokens))
-
     tensor = partial(to_device, device=device)
     return AttentionPlan(
-        positions=tensor(local_positions(cu_seqlens, cp_size=cp_size, cp_rank=cp_rank)),
         query_tokens=tensor(np.maximum(query_tokens, 0)),
         token_queries=tensor(_inverse(query_tokens, num_tokens)),
-        query_padding=tensor(padding),
+        query_padding=tensor(np.flatnonzero(query_tokens < 0)),
         key_tokens=tensor(np.maximum(key_tokens, 0)),
         token_keys=tensor(_inverse(key_tokens, num_tokens * cp_size)),
         buckets=tuple(buckets),
-        identity=identity,
+        identity=cp_size == 1 and np.array_equal(query_tokens, np.arange(num_tokens)),
     )
 
 
@@ -131,24 +124,22 @@ def with_window(plan: AttentionPlan, window: int) -> AttentionPlan:
     The window includes the querying token. The parts are blocks of queries against the keys seen by
     any query of the block. So the cost grows with the length, not with its square.
     """
-    device = plan.positions.device
-    buckets = []
-    for bucket in plan.buckets:
-        parts = [narrow for part in bucket.parts for narrow in _windowed(part, window, device)]
-        buckets.append(replace(bucket, parts=tuple(parts)))
+    device = plan.query_tokens.device
+    buckets = (replace(bucket, parts=tuple(_windowed(bucket.parts, window, device))) for bucket in plan.buckets)
     return replace(plan, buckets=tuple(buckets))
 
 
-def _windowed(part: Part, window: int, device: torch.device) -> Iterator[Part]:
-    if window >= part.key_length:
-        yield part
-        return
+def _windowed(parts: Iterable[Part], window: int, device: torch.device) -> Iterator[Part]:
     size = max(window, _SHORTEST_BLOCK)
-    for start in range(0, part.query_length, size):
-        block = part.positions[:, start : start + size]
-        first, last = max(0, int(block.min()) - window + 1), int(block.max())
-        keys, queries = torch.arange(first, last + 1, device=device), to_device(block, device)[:, None, :, None]
-        yield Part(block.shape[1], len(keys), (keys <= queries) & (keys > queries - window), block, first)
+    for part in parts:
+        if window >= part.key_length:
+            yield part
+            continue
+        for start in range(0, part.query_length, size):
+            block = part.positions[:, start : start + size]
+            first, last = max(0, int(block.min()) - window + 1), int(block.max())
+            keys, queries = torch.arange(first, last + 1, device=device), to_device(block, device)[:, None, :, None]
+            yield Part(block.shape[1], len(keys), (keys <= queries) & (keys > queries - window), block, first)
 
 
 def local_positions(cu_seqlens: Ints, *, cp_size: int = 1, cp_rank: int = 0) -> Ints:

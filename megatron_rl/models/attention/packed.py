@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megatron_rl.models.attention.attention_plan import AttentionPlan, Bucket, Part
 from megatron_rl.models.attention.rotary import RotarySpec, rotate
+from megatron_rl.models.norms import split_parameter
 from megatron_rl.models.packed_sequences import PackedSequences
 
 # Up to this many keys two batched matrix products and a softmax beat the fused CPU kernel: its
@@ -59,19 +60,9 @@ class PackedAttention(MegatronModule):
         self.rotates = k_channels is None
         self.rotary: RotarySpec | None = None
         self.window: int | None = None
-        self.tp_group = pg_collection.tp
-        self.softmax_offset: torch.nn.Parameter | None = None
-        if config.softmax_type == "learnable":
-            self.softmax_offset = self._sinks()
-
-    def _sinks(self) -> torch.nn.Parameter:
-        """The logits of the sinks [H], under megatron-core's name for sinks."""
-        config = self.config
-        device = None if config.use_cpu_initialization else torch.device("cuda", torch.cuda.current_device())
-        heads = config.num_attention_heads // self.tp_group.size()
-        sinks = torch.nn.Parameter(torch.zeros(heads, device=device, dtype=config.params_dtype))
-        set_tensor_model_parallel_attributes(sinks, is_parallel=True, dim=0, stride=1)
-        return sinks
+        # The logits of the sinks [H], under megatron-core's name for sinks.
+        learnable, heads = config.softmax_type == "learnable", config.num_attention_heads
+        self.softmax_offset = split_parameter(config, pg_collection.tp, heads, value=0.0) if learnable else None
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: dict[str, Any] | None = None
@@ -94,7 +85,7 @@ class PackedAttention(MegatronModule):
         """Attend within each packed sequence: query [T, H, D], key [T, G, D] and value [T, G, E] to [T, H E]."""
         assert isinstance(packed_seq_params, PackedSequences), "call the model with packed_seq_params=packed_sequences(...)"
         plan = packed_seq_params.plan if self.window is None else packed_seq_params.windowed(self.window)
-        assert len(query) == len(plan.positions), f"{len(query)} tokens came for a plan of {len(plan.positions)}"
+        assert len(query) == len(plan.token_queries), f"{len(query)} tokens came for a plan of {len(plan.token_queries)}"
         if self.rotates:
             assert self.rotary is not None, "build_model sets the rotary embedding"
             cosine, sine = packed_seq_params.angles(self.rotary, dtype=query.dtype)
@@ -118,11 +109,11 @@ def attend(
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if not plan.identity:
-        query = _ToSlots.apply(query, plan.query_tokens, plan.token_queries)
-        key, value = (_ToSlots.apply(x, plan.key_tokens, plan.token_keys) for x in (key, value))
+        query = _Move.apply(query, plan.query_tokens, plan.token_queries, None)
+        key, value = (_Move.apply(x, plan.key_tokens, plan.token_keys, None) for x in (key, value))
     outputs = [_attend_bucket(query, key, value, bucket, scale, sinks) for bucket in plan.buckets]
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return output if plan.identity else _FromSlots.apply(output, plan.token_queries, plan.query_tokens, plan.query_padding)
+    return output if plan.identity else _Move.apply(output, plan.token_queries, plan.query_tokens, plan.query_padding)
 
 
 def _attend_bucket(query: Tensor, key: Tensor, value: Tensor, bucket: Bucket, scale: float, sinks: Tensor | None) -> Tensor:
@@ -184,29 +175,19 @@ def _attend_short(query: Tensor, key: Tensor, value: Tensor, part: Part, scale: 
     return torch.matmul(weights.flatten(2, 3), value).unflatten(2, (-1, length)).flatten(1, 2)
 
 
-class _ToSlots(torch.autograd.Function):
-    """slots = tokens[slot_tokens]. Each token has one real slot, so the gradient is a gather too, many times faster than index_add."""
+class _Move(torch.autograd.Function):
+    """moved = rows[indices]. Each token has one real slot, so the gradient is a gather by `inverse` too, many times faster than index_add.
+
+    From slots to tokens, `padding` names the slots that get a zero gradient.
+    """
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, slot_tokens: Tensor, token_slots: Tensor) -> Tensor:
-        ctx.save_for_backward(token_slots)
-        return tokens.index_select(0, slot_tokens)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (token_slots,) = ctx.saved_tensors
-        return grad.index_select(0, token_slots), None, None
-
-
-class _FromSlots(torch.autograd.Function):
-    """tokens = slots[token_slots]; padding slots get a zero gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, slots: Tensor, token_slots: Tensor, slot_tokens: Tensor, padding: Tensor) -> Tensor:
-        ctx.save_for_backward(slot_tokens, padding)
-        return slots.index_select(0, token_slots)
+    def forward(ctx: Any, rows: Tensor, indices: Tensor, inverse: Tensor, padding: Tensor | None) -> Tensor:
+        ctx.save_for_backward(inverse, padding)
+        return rows.index_select(0, indices)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        slot_tokens, padding = ctx.saved_tensors
-        return grad.index_select(0, slot_tokens).index_fill_(0, padding, 0), None, None, None
+        inverse, padding = ctx.saved_tensors
+        grad = grad.index_select(0, inverse)
+        return grad if padding is None else grad.index_fill_(0, padding, 0), None, None, None

@@ -60,38 +60,33 @@ def parse_moe(file: JsonObject, family: "Family", *, num_layers: int) -> MoeSpec
         return None
     spellings = ("n_routed_experts", "num_experts", "num_local_experts")
     given = [key for key in spellings if file.values.get(key) is not None] or ["n_routed_experts" if sigmoid else "num_experts"]
-    width = file.integer(family.expert_width_key)
-    normalised = family.normalize_top_k
+    width, normalised = file.integer(family.expert_width_key), family.normalize_top_k
     moe = MoeSpec(
         num_experts=file.integer(given[0], most=MOST_PARTS),
         num_experts_per_token=file.integer("num_experts_per_tok"),
         ffn_hidden_size=width,
         normalize_top_k=file.boolean("norm_topk_prob", optional=True) if normalised is None else normalised,
+        num_dense_layers=num_dense_layers,
         score_function=family.router,
+        expert_bias=sigmoid,
         shared_gate=family.shared_gate,
+        **(_sigmoid_fields(file, width) if sigmoid else {}),
     )
     if family.shared_gate:
         moe = replace(moe, shared_ffn_hidden_size=file.integer("shared_expert_intermediate_size"))
-    if sigmoid:
-        moe = replace(
-            moe,
-            num_dense_layers=num_dense_layers,
-            shared_ffn_hidden_size=width * file.integer("n_shared_experts", least=0),
-            expert_bias=True,
-            **_groups(file),
-            # Families differ in the meaning of an absent factor or number of groups, so both are required.
-            routed_scaling_factor=file.number("routed_scaling_factor"),
-        )
     _check_router(moe, file.origin)
     return moe
 
 
-def _groups(file: JsonObject) -> dict[str, Any]:
-    """Return the two fields about groups, or none without a restriction to groups."""
+def _sigmoid_fields(file: JsonObject, width: int) -> dict[str, Any]:
+    """Return the fields read with sigmoid scores; those about groups only with a restriction to groups."""
+    shared = width * file.integer("n_shared_experts", least=0)
     num_groups, per_token = file.integer("n_group"), file.integer("topk_group")
     if per_token > num_groups:
         raise UserError(f"{file.origin} takes experts from {per_token} of {num_groups} groups (topk_group, n_group); correct the file")
-    return {} if per_token == num_groups else {"num_groups": num_groups, "groups_per_token": per_token}
+    groups = {} if per_token == num_groups else {"num_groups": num_groups, "groups_per_token": per_token}
+    # Families differ in the meaning of an absent factor or number of groups, so both are required.
+    return {"shared_ffn_hidden_size": shared, **groups, "routed_scaling_factor": file.number("routed_scaling_factor")}
 
 
 def _check_router(moe: MoeSpec, origin: str) -> None:

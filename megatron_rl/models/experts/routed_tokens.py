@@ -6,7 +6,7 @@ step, L mixture layers, E experts, K experts of each token.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,10 +38,9 @@ class RoutedTokens:
         if num_tokens == len(self.sequence_index):
             return self
         own = slice(rank * num_tokens, (rank + 1) * num_tokens)
-        return RoutedTokens(
+        return replace(
+            self,
             sequence_index=self.sequence_index[own],
-            sequence_lengths=self.sequence_lengths,
-            counted=self.counted,
             experts=None if self.experts is None else self.experts[:, own],
             recorded=None if self.recorded is None else self.recorded[own],
         )

@@ -78,25 +78,22 @@ class Family:
     weights sent to a real engine, quantised files. `not_synced` gives, for a family without "sync",
     the obstacle to a real engine on a machine without a GPU. `ignored` are keys of config.json
     found in this family alone and without effect on the computed function, `fixed` the keys with
-    one supported value. `names` are the names of tensors. `activation` is the MLP's.
-    `zero_centered_norms` multiply by 1 + weight; a `scaled_embedding` is multiplied by sqrt(hidden
-    size). With `linear_bias` every linear layer but the head has a bias.
+    one supported value. A field with the name of one of `ModelSpec` or `MoeSpec` has its meaning.
 
     Attention: `qkv_bias` and `qk_norm` None take the values of `attention_bias` and `use_qk_norm`
-    in config.json; `qk_norm_over_heads` is one norm over the channels of all heads. All channels of
-    a head are rotated under any file unless `partly_rotated`; with `scaled_by_default` a file
-    without either spelling has a rope scaling; `rotary_interleaved` pairs channels (2i, 2i + 1).
-    `attention_sinks` are learned logits, one for each head, in every softmax. `mla` is latent
-    attention. Scores are divided by the root of the value at `query_scalar_key`, if any, else by
-    the root of the channels of a head.
+    in config.json. All channels of a head are rotated under any file unless `partly_rotated`; with
+    `scaled_by_default` a file without either spelling has a rope scaling; `rotary_interleaved`
+    pairs channels (2i, 2i + 1). Scores are divided by the root of the value at `query_scalar_key`,
+    if any, else by the root of the channels of a head. A `scaled_embedding` is multiplied by
+    sqrt(hidden size).
 
     `windows`: "never", "switched" on by `use_sliding_window`, or, for a `sliding_window` other than
     null, "everywhere" or "given" by `layer_types`. `window_theta_key` has the base of the window
     layers' own rotary embedding, if any.
 
     Experts: `router` is the scoring of experts, None without experts; `expert_width_key` has the
-    width of an expert; `normalize_top_k` None reads `norm_topk_prob`; with `shared_gate` a gate
-    weighs the shared expert. `activation_limit_key` has the limit of a clamped activation.
+    width of an expert; `normalize_top_k` None reads `norm_topk_prob`. `activation_limit_key` has
+    the limit of a clamped activation.
     """
 
     architecture: str
