@@ -76,11 +76,9 @@ def chosen_backends() -> dict[str, str]:
 
 
 def chosen_row_maths(device_kind: str, dtype: str) -> Literal["triton", "torch"]:
-    """Return the maker of log-probs, entropies and gradients from logits of `dtype` on a kind of
-    device.
+    """Return the maker of log-probs, entropies and gradients from logits of `dtype`, a torch dtype's name.
 
-    Runs and `--check` print the name. `dtype` is the name of a torch dtype. Triton's kernels serve
-    every GPU, at all sizes, but not float64. `tools/bench/gpu.py` measures both makers, and a size
+    Triton's kernels serve every GPU, at all sizes, but not float64. `tools/bench/gpu.py` measures both makers, and a size
     with torch as the faster one belongs here.
     """
     return "triton" if device_kind == "cuda" and dtype in ("bfloat16", "float16", "float32") else "torch"

@@ -22,9 +22,9 @@ from megatron_rl.checkpoints.quantised import CODE_DTYPES, STORED_DTYPES, Quanti
 from megatron_rl.errors import UserError
 from megatron_rl.files import atomic_directory, runs_of_bytes
 from megatron_rl.models.config_json import read_config
-from megatron_rl.models.expert_stacks import part_name
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.read_spec import parse_model_spec
+from megatron_rl.models.weight_table import part_name
 
 MAX_SHARD_BYTES = 4 * 2**30
 INDEX = "model.safetensors.index.json"

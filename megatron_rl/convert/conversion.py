@@ -25,9 +25,8 @@ from megatron_rl.checkpoints.stored_weights import StoredWeights, check_names, i
 from megatron_rl.convert.tensor_comparison import TensorComparison, compare_tensors
 from megatron_rl.errors import UserError, counted
 from megatron_rl.files import atomic_directory, check_room, disk_errors, partial_path
-from megatron_rl.models.expert_stacks import as_stored
 from megatron_rl.models.families.family import MTP_KEYS
-from megatron_rl.models.weight_table import Rule, combine, of_mtp
+from megatron_rl.models.weight_table import Rule, as_stored, combine, of_mtp
 from megatron_rl.weights.changes import Adapter, Changes, quantization_config
 
 Format = Literal["hf", "megatron"]

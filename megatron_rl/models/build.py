@@ -26,7 +26,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.models.attention.attention_choice import Attention
 from megatron_rl.models.attention.latent import LatentAttention
 from megatron_rl.models.attention.packed import PackedAttention
-from megatron_rl.models.experts.dispatching import allow_uneven_tokens
+from megatron_rl.models.experts.router import allow_uneven_tokens
 from megatron_rl.models.language_model_head import LanguageModelHead, TokenQuestion
 from megatron_rl.models.layer_spec import layer_specs
 from megatron_rl.models.model_spec import ModelSpec

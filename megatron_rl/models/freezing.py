@@ -9,10 +9,9 @@ from torch import Tensor, nn
 
 from megatron_rl.errors import UserError
 from megatron_rl.models.build import PolicyModel
-from megatron_rl.models.expert_stacks import stored_name
 from megatron_rl.models.hf_weights import global_parameters
 from megatron_rl.models.model_spec import ModelSpec
-from megatron_rl.models.weight_table import Rule, rules, tensor_shapes
+from megatron_rl.models.weight_table import Rule, rules, stored_name, tensor_shapes
 
 
 def frozen_rules(spec: ModelSpec, patterns: Sequence[str]) -> list[Rule]:

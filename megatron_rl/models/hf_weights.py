@@ -12,9 +12,8 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_rl.models.build import PolicyModel
-from megatron_rl.models.expert_stacks import as_stored
 from megatron_rl.models.model_spec import ModelSpec
-from megatron_rl.models.weight_table import Rule, Sharding, join, rules, split
+from megatron_rl.models.weight_table import Rule, Sharding, as_stored, join, rules, split
 
 SENT_BYTES = 256 * 2**20
 """The most that one message carries of tensors that one rank has."""

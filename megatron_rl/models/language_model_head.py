@@ -38,11 +38,7 @@ class TokenQuestion:
 
 
 class LanguageModelHead(ColumnParallelLinear):
-    """megatron-core's output layer with an answer for token questions.
-
-    An ordinary call returns logits, a call with a question returns token statistics. The statistics
-    cover whole sequences' hidden states and are the same on every tensor parallel rank.
-    """
+    """megatron-core's output layer with an answer for token questions, the same on every tensor parallel rank."""
 
     @classmethod
     def in_place_of(cls, layer: ColumnParallelLinear) -> "LanguageModelHead":

@@ -19,7 +19,7 @@ class TensorNames:
     None means a tensor for each part. `mixture` is the module of router and experts, `router` its
     router, `expert` the gate, up and down projection of an expert. With `stacked_experts`, files
     have the projections of all experts in one tensor each, gate and up in turns, see
-    `expert_stacks`.
+    `weight_table`.
     """
 
     attention_input_norm: str | None = "input_layernorm"

@@ -21,8 +21,7 @@ def read_model_spec(path: Path) -> ModelSpec:
     """Read the architecture of the Hugging Face directory `path` from config.json, without weights.
 
     Raises UserError when the directory or config.json is missing or malformed, for an unsupported
-    architecture, and for every key with an unsupported or unknown effect on the function of the
-    network.
+    architecture, and for every key with an unsupported or unknown effect on the network.
     """
     config, origin = read_config(path), str(path / "config.json")
     spec = parse_model_spec(config, origin=origin)

@@ -4,18 +4,23 @@
 over tensor parallel ranks. The tensor functions below `rules` go two steps each way, exact inverses
 of one another: Hugging Face tensors -> `combine` -> whole parameter -> `shard` -> local parameter,
 and local parameters of all ranks -> `join` -> whole parameter -> `split` -> Hugging Face tensors.
+
+Files of some families have all experts of a layer in one tensor, a stack. Here an expert's part of
+it has a name of its own: the name of the stack with the expert's number inside, such as
+`...experts.3.down_proj_bias` for `...experts.down_proj_bias`. Tensors of single experts in other
+families end in `.weight`.
 """
 
 import enum
+import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from megatron_rl.models.expert_stacks import part_name, stored_tensors
 from megatron_rl.models.experts.moe_spec import MoeSpec
 from megatron_rl.models.model_spec import USUAL_NAMES, MlaSpec, ModelSpec
 
@@ -39,6 +44,8 @@ class Sharding(enum.Enum):
 _GATE_UP = (Sharding.GATE_UP, Sharding.STACKED_GATE_UP, Sharding.ALTERNATE_GATE_UP)
 _COLUMNS = (Sharding.COLUMNS, Sharding.TRANSPOSED_COLUMNS)
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_PART = re.compile(r"(.+\.experts)\.\d+\.((?:gate_up|down)_proj(?:_bias)?)")
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +81,35 @@ class Rule:
         return tuple(tensor.name for tensor in self.tensors)
 
 
+def part_name(stack: str, expert: int) -> str:
+    """Return the name of one expert's part of the tensor `stack`."""
+    module, _, own = stack.rpartition(".")
+    return f"{module}.{expert}.{own}"
+
+
+def stored_name(name: str) -> str:
+    """Return the name of the tensor in the files that holds `name`: of its stack, if any."""
+    part = _PART.fullmatch(name)
+    return name if part is None else f"{part[1]}.{part[2]}"
+
+
+def as_stored(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield `tensors`, of any shape, with consecutive parts of a stack as one tensor."""
+    for name, parts, stacked in _stored(tensors):
+        yield name, torch.stack(parts) if stacked else parts[0]
+
+
+def _stored(tensors: Iterable[tuple[str, Value]]) -> Iterator[tuple[str, list[Value], bool]]:
+    """Yield each name in the files, the values of its consecutive parts, and true for a stack."""
+    for name, members in itertools.groupby(tensors, key=lambda member: stored_name(member[0])):
+        parts = list(members)
+        yield name, [value for _, value in parts], parts[0][0] != name
+
+
 def tensor_shapes(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Name and whole shape of every tensor of a Hugging Face directory, in export order, from the model's architecture alone."""
     tensors = ((tensor.name, tensor.shape) for rule in rules(spec) if rule.exported for tensor in rule.tensors)
-    return ((name, (len(parts), *parts[0]) if stacked else parts[0]) for name, parts, stacked in stored_tensors(tensors))
+    return ((name, (len(parts), *parts[0]) if stacked else parts[0]) for name, parts, stacked in _stored(tensors))
 
 
 def tensor_names(spec: ModelSpec) -> set[str]:

@@ -21,7 +21,7 @@ with quiet_megatron_imports():
     from megatron_rl.checkpoints.hugging_face import save_hf
     from megatron_rl.checkpoints.model_files import describe_hf
     from megatron_rl.checkpoints.stored_weights import check_names, engines_read, in_order, names_code, open_weights
-    from megatron_rl.models.expert_stacks import as_stored
+    from megatron_rl.models.weight_table import as_stored
     from megatron_rl.training.trained_model import DTYPES
     from megatron_rl.weights.changes import Changes
 

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from megatron_rl.errors import UserError
 from megatron_rl.models.config_json import JsonObject, read_object
-from megatron_rl.models.expert_stacks import stored_name
-from megatron_rl.models.weight_table import Rule, Sharding
+from megatron_rl.models.weight_table import Rule, Sharding, stored_name
 
 FP8_BLOCK = 128
 _FP8 = torch.float8_e4m3fn

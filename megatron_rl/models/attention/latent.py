@@ -38,8 +38,8 @@ from megatron_rl.models.packed_sequences import PackedSequences
 class ReplicatedLinear(nn.Module):
     """A linear layer without bias, whole on every tensor parallel rank.
 
-    The layer answers (output, None) like megatron's linear layers. Under sequence parallelism each
-    rank processes its share of the tokens. The mark on the weight makes megatron sum the gradient.
+    Under sequence parallelism each rank processes its share of the tokens. The mark on the weight
+    makes megatron sum the gradient.
     """
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig) -> None:

@@ -60,9 +60,10 @@ class PackedAttention(MegatronModule):
         self.rotates = k_channels is None
         self.rotary: RotarySpec | None = None
         self.window: int | None = None
-        # The logits of the sinks [H], under megatron-core's name for sinks.
-        learnable, heads = config.softmax_type == "learnable", config.num_attention_heads
-        self.softmax_offset = split_parameter(config, pg_collection.tp, heads, value=0.0) if learnable else None
+        self.softmax_offset: torch.nn.Parameter | None = None
+        if config.softmax_type == "learnable":
+            # The logits of the sinks [H], under megatron-core's name for sinks.
+            self.softmax_offset = split_parameter(config, pg_collection.tp, config.num_attention_heads, value=0.0)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: dict[str, Any] | None = None

@@ -1,11 +1,11 @@
-"""The router of a mixture of experts, exact under every layout.
+"""The router of a mixture of experts and the dispatch of its tokens, exact under every layout.
 
 The router counts tokens, adds auxiliary losses and replays recorded experts. Upstream's auxiliary
 losses are means over a micro-batch of a rank, and so depend on the sequences sharing a micro-batch.
 Upstream's replay keeps the experts of one micro-batch in global state. Here the router gets
 everything with the call: the packed sequences of the micro-batch.
 
-Legend: n tokens of one call, E experts, K experts of each token.
+Legend: n tokens of one call, E experts, K experts of each token, H hidden channels.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,10 +14,13 @@ from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from torch import Tensor
+from torch import Tensor, distributed
 
 from megatron_rl.models.experts.moe_fields import num_mixture_layers
 from megatron_rl.models.experts.routed_tokens import RoutedTokens, RouterStep, Routing, balance_loss, z_loss
@@ -168,3 +171,44 @@ class RoutedLayer(TransformerLayer):
                 return TransformerLayer._forward_mlp(self, hidden_states, *args, **kwargs)
 
         return tensor_parallel.checkpoint(run, False, hidden_states)
+
+
+class UnevenAllGatherDispatcher(MoEAllGatherTokenDispatcher):
+    """megatron-core's all-gather dispatcher, for ranks with different numbers of tokens.
+
+    The ranks are data-parallel. Upstream's assumes the same number of tokens on all ranks, and
+    otherwise mixes up tokens or hangs. Here each rank is padded to the longest with tokens for no
+    expert.
+    """
+
+    routing_map: Tensor
+    _num_tokens = 0
+
+    def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return padded hidden states [n, H] and weights [n, E] of the ranks that share experts."""
+        self._num_tokens = len(hidden_states)
+        longest = torch.tensor(self._num_tokens, device=hidden_states.device)
+        distributed.all_reduce(longest, distributed.ReduceOp.MAX, group=self.tp_ep_group)
+        rows = (0, 0, 0, int(longest) - self._num_tokens)
+        self.routing_map = torch.nn.functional.pad(self.routing_map, rows)
+        gathered: tuple[Tensor, Tensor] = super().token_dispatch(
+            torch.nn.functional.pad(hidden_states, rows), torch.nn.functional.pad(probs, rows)
+        )
+        return gathered
+
+    def token_combine(self, hidden_states: Tensor) -> Tensor:
+        """Return the experts' output for this rank's tokens [n, H]."""
+        combined: Tensor = super().token_combine(hidden_states)
+        return combined[: self._num_tokens]
+
+
+def allow_uneven_tokens(model: torch.nn.Module) -> None:
+    """Replace the all-gather dispatchers of `model`, if any, by dispatchers for uneven tokens."""
+    for layer in model.modules():
+        if isinstance(layer, MoELayer) and isinstance(layer.token_dispatcher, MoEAllGatherTokenDispatcher) and layer.ep_group.size() > 1:
+            layer.token_dispatcher = UnevenAllGatherDispatcher(
+                layer.num_local_experts,
+                layer.local_expert_indices,
+                config=layer.config,
+                pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+            )

@@ -15,9 +15,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from megatron_rl.checkpoints.hugging_face import HuggingFaceWeights, save_hf
 from megatron_rl.checkpoints.quantised import Quantised, dequantise
 from megatron_rl.errors import UserError
-from megatron_rl.models.expert_stacks import part_name
 from megatron_rl.models.read_spec import read_model_spec
-from megatron_rl.models.weight_table import tensor_names
+from megatron_rl.models.weight_table import part_name, tensor_names
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [16, 16]}
 INT4 = {

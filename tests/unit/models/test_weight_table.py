@@ -7,11 +7,22 @@ import pytest
 import torch
 
 from megatron_rl.models.attention.rotary import RotarySpec
-from megatron_rl.models.expert_stacks import stored_name
 from megatron_rl.models.experts.moe_spec import MoeSpec
 from megatron_rl.models.hf_weights import _with_global_expert
 from megatron_rl.models.model_spec import ModelSpec, TensorNames
-from megatron_rl.models.weight_table import Rule, Sharding, combine, fill, join, parameter_shape, rules, shard, split, tensor_shapes
+from megatron_rl.models.weight_table import (
+    Rule,
+    Sharding,
+    combine,
+    fill,
+    join,
+    parameter_shape,
+    rules,
+    shard,
+    split,
+    stored_name,
+    tensor_shapes,
+)
 
 SPEC = ModelSpec(
     architecture="Qwen2ForCausalLM",
