@@ -156,6 +156,6 @@ class Family:
             (self.shared_gate, {"shared_expert_intermediate_size"}),
             (self.mla, MLA_KEYS),
         )
-        own = {self.window_theta_key, self.query_scalar_key, self.activation_limit_key} - {None}
+        own = {key for key in (self.window_theta_key, self.query_scalar_key, self.activation_limit_key) if key is not None}
         known = IGNORED_KEYS | READ_KEYS | self.fixed_keys.keys() | self.ignored | own
         return known.union(*(keys for present, keys in conditional if present))
