@@ -16,26 +16,12 @@ from megatron_rl.errors import UserError
 from megatron_rl.models.attention.attention_choice import Attention, transformer_engine_here
 
 NEEDS_TRANSFORMER_ENGINE = frozenset(
-    {
-        "cpu_offloading",
-        "cuda_graph_impl",
-        "delay_wgrad_compute",
-        "apply_rope_fusion",
-        "enable_cuda_graph",
-        "external_cuda_graph",
-        "fine_grained_activation_offloading",
-        "fp4",
-        "fp8",
-        "fused_single_qkv_rope",
-        "gradient_accumulation_fusion",
-        "moe_enable_deepep",
-        "moe_grouped_gemm",
-        "moe_permute_fusion",
-        "moe_router_fusion",
-        "overlap_moe_expert_parallel_comm",
-        "use_te_activation_func",
-        "use_te_rng_tracker",
-    }
+    [
+        *("fp8", "fp4", "apply_rope_fusion", "fused_single_qkv_rope", "gradient_accumulation_fusion", "use_te_activation_func"),
+        *("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion", "moe_enable_deepep", "overlap_moe_expert_parallel_comm"),
+        *("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph", "use_te_rng_tracker", "delay_wgrad_compute"),
+        *("cpu_offloading", "fine_grained_activation_offloading"),
+    ]
 )
 """Kernels of GPUs, which the torch layers do not call: on, some end in upstream's traceback, the others change nothing."""
 
