@@ -16,8 +16,8 @@ from megatron_rl.checkpoints.hugging_face import HuggingFaceWeights, save_hf
 from megatron_rl.checkpoints.stored_weights import load_hf_weights
 from megatron_rl.config.settings import TopologySettings
 from megatron_rl.errors import UserError
-from megatron_rl.models import families
 from megatron_rl.models.build import build_model, forward_selected
+from megatron_rl.models.families import family_table
 from megatron_rl.models.hf_weights import export_hf_weights
 from megatron_rl.models.language_model_head import TokenQuestion
 from megatron_rl.models.megatron_config import transformer_config
@@ -138,7 +138,7 @@ def packed_input(vocab, lengths=LENGTHS):
 
 def test_every_family_is_compared_with_transformers(tiny_model):
     paths = [tiny_model(name=f"model{index}", **config) for index, config in enumerate(FAMILIES.values())]
-    assert {read_model_spec(path).architecture for path in paths} == families.FAMILIES.keys()
+    assert {read_model_spec(path).architecture for path in paths} == family_table.FAMILIES.keys()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
