@@ -126,7 +126,7 @@ def train(
     from megatron_rl.runtime.resumption import check_is_not_a_copy
 
     if resume:
-        check_is_not_a_copy(split_words(words, options=_own_options()).config, settings)
+        check_is_not_a_copy(split_words(words, options=_own_options()).config, settings.run.directory)
     if check:
         return _check(settings, decisions, resume=resume, config_only=config_only)
     print("checking settings, model and data ...", flush=True)

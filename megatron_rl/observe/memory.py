@@ -1,8 +1,9 @@
-"""The peak memory of all processes of a run together."""
+"""The peak memory of all processes of a run together, and the memory that is left."""
 
 import threading
 import time
 from collections.abc import Iterable
+from pathlib import Path
 
 import psutil
 
@@ -62,3 +63,18 @@ def _proportional_bytes(process: psutil.Process) -> int:
         return process.memory_full_info().pss
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return 0
+
+
+def available_memory_bytes() -> int:
+    """Return the bytes of memory that this process may still use.
+
+    The limit is the machine's available memory, or the rest of the control group when lower.
+    """
+    available = int(psutil.virtual_memory().available)
+    group = Path("/sys/fs/cgroup")
+    for limit_file, usage_file in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
+        if (group / limit_file).is_file() and (group / usage_file).is_file():
+            limit = (group / limit_file).read_text().strip()
+            if limit != "max":
+                available = min(available, max(0, int(limit) - int((group / usage_file).read_text())))
+    return available

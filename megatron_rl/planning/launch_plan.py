@@ -35,13 +35,14 @@ with quiet_megatron_imports():
 
 def launch_plan(settings: Settings, target: Target) -> dict[str, Mapping[str, str]]:
     """Return titled tables: what the settings add up to, the launch with places, and packages in use."""
-    placement, address = target.placement(settings), settings.runtime.ray_address
+    placement, address = target.placement(), settings.runtime.ray_address
     elsewhere = {"nodes": f"those of the cluster at {address}, asked when the run starts"}
     kind = target.device.kind
-    dtype, attention = dtype_name(settings.model, device_kind=kind), target.attention(settings, read_model_spec(settings.model.path))
+    model, topology = settings.model, Topology.of(settings.training.topology)
+    dtype, attention = dtype_name(model, device_kind=kind), target.attention(model, read_model_spec(model.path), cp=topology.cp)
     backends = {
         "device": f"{kind}, {dtype}",
-        "attention": attention_name(attention, settings.model.megatron),
+        "attention": attention_name(attention, model.megatron),
         "statistics of logits": chosen_row_maths(kind, dtype),
     }
     if torch.cuda.is_available():
@@ -49,7 +50,7 @@ def launch_plan(settings: Settings, target: Target) -> dict[str, Mapping[str, st
     return {
         "What the settings add up to": sizes(settings),
         "What would be launched": _processes(settings, target),
-        "Where it would be placed": elsewhere if placement is None else placement_rows(placement, Topology.of(settings.training.topology)),
+        "Where it would be placed": elsewhere if placement is None else placement_rows(placement, topology),
         "What it would run on": backends | {f"{package} here": version for package, version in chosen_backends().items()},
     }
 
@@ -145,7 +146,7 @@ def placement_rows(placement: Placement, topology: Topology) -> dict[str, str]:
             ranks = _count("rank", _span(first[1].ranks.start, last[1].ranks.stop - 1))
             parts.append(f"{ranks}{each.format(ranks_each)} on {_count(unit, _span(0, ranks_each - 1))}")
         if seats:
-            engines = _count("engine", _span(first[1].engines[0].number, last[1].engines[-1].number))
+            engines = _count("engine", _span(min(first[1].engines), max(last[1].engines)))
             slots = _count(unit, _span(seats[0].start, seats[-1].stop - 1))
             parts.append(f"{engines}{each.format(len(seats))} on {slots}{f', {len(seats[0])} each' * (len(seats) > 1)}")
         rows[name] = "; ".join(parts)
@@ -177,7 +178,7 @@ def _on_nodes(nodes: int, count: int) -> str:
 
 
 def _shape(share: NodeShare) -> tuple[int, tuple[range, ...]]:
-    return len(share.ranks), tuple(seat.slots for seat in share.engines)
+    return len(share.ranks), tuple(share.engines.values())
 
 
 def _span(first: int, last: int) -> str:

@@ -1,5 +1,4 @@
-"""The node of every Megatron rank and engine, as a value. Pure: no process, no Ray, no GPU is
-asked.
+"""The node of every Megatron rank and engine, as a value. Pure: no process, no Ray, no GPU is asked.
 
 A slot is the need of one rank: a GPU, or a CPU where there is no GPU. Ranks fill the nodes in
 Megatron's own order: the tensor parallel rank changes fastest, then context, data and pipeline
@@ -9,7 +8,7 @@ on one node; colocated engines sit on the slots of ranks instead.
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -29,9 +28,7 @@ class Needs:
 
     @classmethod
     def of(cls, settings: Settings, *, device_kind: Literal["cpu", "cuda"], trains: bool = True) -> "Needs":
-        """Return the needs of a run of these settings; an evaluation does not train and has no
-        ranks.
-        """
+        """Return the needs of a run of these settings; an evaluation does not train and has no ranks."""
         return cls(
             num_ranks=settings.training.topology.num_ranks if trains else 0,
             num_engines=0 if trains and settings.supervised else settings.rollout.num_engines,
@@ -55,24 +52,16 @@ class Needs:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineSeat:
-    """Engine `number` and the engine's slots on the node."""
-
-    number: int
-    slots: range
-
-
-@dataclass(frozen=True, slots=True)
 class NodeShare:
-    """Content of one node: `ranks`, one on each slot from the first, and engines."""
+    """Content of one node: `ranks`, one on each slot from the first, and the slots of `engines`, by number."""
 
     ranks: range
-    engines: tuple[EngineSeat, ...]
+    engines: Mapping[int, range]
 
     @property
     def slots(self) -> int:
         """Number of taken slots."""
-        return max([len(self.ranks), *(seat.slots.stop for seat in self.engines)])
+        return max([len(self.ranks), *(slots.stop for slots in self.engines.values())])
 
     @property
     def processes(self) -> int:
@@ -98,13 +87,12 @@ class Placement:
 
     def node_of_engine(self, engine: int) -> int:
         """Return the node of engine number `engine`."""
-        return next(node for node, share in enumerate(self.nodes) for seat in share.engines if seat.number == engine)
+        return next(node for node, share in enumerate(self.nodes) if engine in share.engines)
 
     def ranks_beside(self, engine: int) -> tuple[int, ...]:
         """Return the ranks that share slots with a colocated engine, in the order of the slots."""
         share = self.nodes[self.node_of_engine(engine)]
-        seat = next(seat for seat in share.engines if seat.number == engine)
-        return tuple(share.ranks[slot] for slot in seat.slots)
+        return tuple(share.ranks[slot] for slot in share.engines[engine])
 
 
 def place(needs: Needs, *, nodes: Sequence[int]) -> Placement:
@@ -119,10 +107,10 @@ def place(needs: Needs, *, nodes: Sequence[int]) -> Placement:
         first, stop = (0, len(ranks)) if needs.colocated else (len(ranks), slots)
         here = min((stop - first) // needs.slots_per_engine, needs.num_engines - engine)
         starts = [first + index * needs.slots_per_engine for index in range(here)]
-        seats = [EngineSeat(engine + index, range(start, start + needs.slots_per_engine)) for index, start in enumerate(starts)]
+        engines = {engine + index: range(start, start + needs.slots_per_engine) for index, start in enumerate(starts)}
         rank, engine = ranks.stop, engine + here
-        if ranks or seats:
-            shares.append(NodeShare(ranks, tuple(seats)))
+        if ranks or engines:
+            shares.append(NodeShare(ranks, engines))
     if engine < needs.num_engines:
         raise UserError(
             f"{needs} on {count_slots(nodes, needs.unit)}: an engine lives on one node, and only {engine} of {needs.num_engines} find "
@@ -132,10 +120,7 @@ def place(needs: Needs, *, nodes: Sequence[int]) -> Placement:
 
 
 def nodes_needed(needs: Needs, *, slots_per_node: int) -> int:
-    """Return the fewest equal nodes for everything.
-
-    Raises UserError for an engine larger than a node.
-    """
+    """Return the fewest equal nodes for everything. Raises UserError for an engine larger than a node."""
     _check_engine_size(needs, slots_per_node)
     if needs.colocated or not needs.num_engines:
         return -(-needs.num_ranks // slots_per_node)

@@ -7,11 +7,14 @@ accepted values, so importing them is the greatest cost: a few seconds.
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from math import prod
 from pathlib import Path
+from typing import TypeAlias
+
+import torch
 
 from megatron_rl.algorithms.objective import Objective
 from megatron_rl.algorithms.plug_in import PlugInAdvantage, PlugInLoss
@@ -20,19 +23,21 @@ from megatron_rl.config.messages import joined_error
 from megatron_rl.config.settings import (
     DataSettings,
     ModelSettings,
-    ObserveSettings,
     RewardSettings,
     RolloutSettings,
     RuntimeSettings,
     Settings,
+    TopologySettings,
+    TrainingSettings,
 )
 from megatron_rl.data.row_files import check_is_data_file
 from megatron_rl.data.source import RunPrompts
 from megatron_rl.data.tokenizer import check_ends, load_tokenizer
-from megatron_rl.device import Device, local_device, quiet_megatron_imports
+from megatron_rl.device import local_device, quiet_megatron_imports
 from megatron_rl.engines.server_args import check_environment, check_records_routing, check_tensor_parallel, validate_server_args
 from megatron_rl.errors import UserError, counted, sized
 from megatron_rl.files import MANIFEST
+from megatron_rl.observe.memory import available_memory_bytes
 from megatron_rl.observe.sinks import check_installed
 from megatron_rl.plugins.loader import load
 from megatron_rl.process_variables import interface_names
@@ -44,7 +49,6 @@ from megatron_rl.runtime.engine_model import planned_model
 from megatron_rl.runtime.placement import Placement
 from megatron_rl.runtime.plugin_contracts import require
 from megatron_rl.runtime.ray_session import check_answers
-from megatron_rl.runtime.resources import available_memory_bytes
 
 with quiet_megatron_imports():
     from megatron_rl.checkpoints.manifest import changed_texts
@@ -52,13 +56,7 @@ with quiet_megatron_imports():
     from megatron_rl.models.config_json import read_config
     from megatron_rl.models.read_spec import read_model_spec
     from megatron_rl.models.weight_table import tensor_shapes
-    from megatron_rl.runtime.resumption import (
-        check_checkpoint_files,
-        check_has_checkpoint,
-        check_same_model,
-        check_steps_left,
-        check_written_files,
-    )
+    from megatron_rl.runtime.resumption import resumption_checks
     from megatron_rl.runtime.target import Target, find_target
     from megatron_rl.training.critic import critic_optimizer
     from megatron_rl.training.model_check import check_layout, check_model, check_tokens
@@ -70,12 +68,13 @@ with quiet_megatron_imports():
 GIB = 2**30
 OPTIMIZER_BYTES = 12
 """Bytes per parameter of an fp32 main weight and Adam's two moments."""
-START_FILES = ("settings.yaml", "run.lock", "buffer.sqlite", "logs", "engine-", ".engine-")
-"""What a start writes before the first step. A directory with nothing else is that of a start that failed, and may be used again."""
-RESUME_CHECKS = (check_has_checkpoint, check_steps_left, check_checkpoint_files, check_same_model, check_written_files)
 RANK_BYTES = int(0.5 * GIB)
 ENGINE_BYTES = int(1.6 * GIB)
 """What a Megatron rank and an SGLang server take on the CPU before any weight, mostly imported code."""
+START_FILES = ("settings.yaml", "run.lock", "buffer.sqlite", "logs", "engine-", ".engine-")
+"""What a start writes before the first step. A directory with nothing else is that of a start that failed, and may be used again."""
+Checks: TypeAlias = list[Callable[[], list[str] | None]]
+"""Each returns notes, if any, and raises UserError for a problem."""
 
 
 def preflight(settings: Settings, *, resume: bool = False, probe: bool = True) -> list[str]:
@@ -86,78 +85,79 @@ def preflight(settings: Settings, *, resume: bool = False, probe: bool = True) -
     the function is not called. This is for a caller that does both anyway before any expensive
     start. Raises UserError with one line for every problem found.
     """
-    if settings.runtime.cluster.gpu is not None and settings.runtime.ray_address is None and local_device().kind == "cpu":
-        raise UserError(no_gpu(settings.runtime.cluster.gpu, "this machine"))
-    checks: list[Callable[[], list[str]]] = [
-        partial(check_run_directory, settings.run.directory, resume=resume),
-        *(partial(check, settings) for check in RESUME_CHECKS if resume),
+    run, model, data, runtime = settings.run, settings.model, settings.data, settings.runtime
+    if runtime.cluster.gpu is not None and runtime.ray_address is None and local_device().kind == "cpu":
+        raise UserError(no_gpu(runtime.cluster.gpu, "this machine"))
+    checks: Checks = [
+        partial(check_run_directory, run.directory, resume=resume),
+        *(resumption_checks(run, model.path, has_buffer=not settings.supervised) if resume else []),
         *_config_checks(settings, find_target(settings, config_only=False)),
-        partial(_check_weights, settings.model.path),
-        partial(_check_teacher, settings.model),
-        partial(_check_sinks, settings.observe),
-        partial(check_interface, settings.runtime),
-        *_data_checks(settings, probe=probe),
-        partial(_check_resources, settings),
-        *([] if probe else [partial(_check_cluster, settings.runtime)]),
+        partial(_check_weights, model.path),
+        partial(_check_teacher, model),
+        partial(check_installed, settings.observe),
+        partial(check_interface, runtime),
+        partial(_check_tokenizer, model.path),
+        partial(_check_held_out, data),
     ]
+    if data.source is not None:
+        checks.append(partial(require, data.source, "data_source", data.args))
+    if probe:
+        reward = None if settings.supervised else settings.reward
+        checks.append(partial(_check_rows, data, model.path, reward, seed=run.seed))
+    else:
+        checks += [partial(check_is_data_file, path) for path in (data.train, data.eval) if path is not None]
+        checks += [] if settings.supervised else [partial(_check_reward, settings.reward)]
+    checks.append(partial(_check_resources, settings))
+    if runtime.ray_address is not None and not probe:
+        checks.append(partial(check_answers, runtime.ray_address))
     if settings.rollout.function is not None and not settings.supervised:
         need_experts = settings.training.routing_replay
-        checks.append(partial(_check_rollout_function, settings.rollout, settings.model.path, need_experts=need_experts))
-    return _run_checks(checks, settings)
+        checks.append(partial(_check_rollout_function, settings.rollout, model.path, need_experts=need_experts))
+    return _run_checks(checks, setting_notes(settings))
 
 
-def _check_cluster(runtime: RuntimeSettings) -> list[str]:
-    if runtime.ray_address is not None:
-        check_answers(runtime.ray_address)
-    return []
-
-
-def check_interface(runtime: RuntimeSettings) -> list[str]:
-    """Raise UserError for a network interface that is missing here, or unused by a run on one
-    machine.
-    """
+def check_interface(runtime: RuntimeSettings) -> None:
+    """Raise UserError for a network interface that is missing here, or unused by a run on one machine."""
     name = runtime.network_interface
-    if name is None:
-        return []
-    if runtime.ray_address is None:
+    if name is not None and runtime.ray_address is None:
         raise UserError(
             f"runtime.network_interface is {name} without runtime.ray_address, but a run on one machine stays on its loopback interface; "
             "remove it, or give the address of the Ray cluster"
         )
-    if name not in interface_names():
+    if name is not None and name not in interface_names():
         raise UserError(
             f"runtime.network_interface is {name}, but the interfaces here are {', '.join(interface_names())}; name one that every node has"
         )
-    return []
 
 
 def preflight_config(settings: Settings) -> list[str]:
-    """Run the checks of `preflight` that need only config.json of the model, no data and no
-    machines.
-    """
+    """Run the checks of `preflight` that need no data, no machines, and of the model config.json alone."""
     checks = _config_checks(settings, find_target(settings, config_only=True))
-    if not settings.supervised:
-        checks.append(partial(_check_reward, settings.reward))
-    return _run_checks(checks, settings)
+    checks += [] if settings.supervised else [partial(_check_reward, settings.reward)]
+    return _run_checks(checks, setting_notes(settings))
 
 
-def _config_checks(settings: Settings, target: Target) -> list[Callable[[], list[str]]]:
-    checks: list[Callable[[], list[str]]] = [
+def _config_checks(settings: Settings, target: Target) -> Checks:
+    training, rollout = settings.training, settings.rollout
+    checks: Checks = [
         partial(_check_model, settings, target),
         partial(_check_objective, settings.objective),
-        partial(_check_optimizer, settings, target.device),
-        partial(_check_placement, settings, target),
-        partial(_check_sharing, settings, target),
+        partial(_check_optimizer, training, model_dtype(settings.model, target.device), has_critic=settings.objective.has_critic),
+        partial(_check_placement, target, training.topology, num_nodes=settings.runtime.cluster.num_nodes),
     ]
-    return checks if settings.supervised else [*checks, partial(_check_rollout, settings)]
+    if target.device.kind == "cuda":
+        checks.append(partial(check_on_gpus, settings))
+    if not settings.supervised:
+        directory, replays = settings.run.directory, training.routing_replay
+        checks.append(partial(_check_rollout, rollout, settings.model.path, directory=directory, replays=replays))
+    return checks
 
 
-def _run_checks(checks: Sequence[Callable[[], list[str]]], settings: Settings) -> list[str]:
+def _run_checks(checks: Checks, notes: list[str]) -> list[str]:
     problems: list[str] = []
-    notes = setting_notes(settings)
     for check in checks:
         try:
-            notes += check()
+            notes += check() or []
         except UserError as error:
             problems.append(str(error))
     if problems:
@@ -167,9 +167,7 @@ def _run_checks(checks: Sequence[Callable[[], list[str]]], settings: Settings) -
 
 
 def check_run_directory(directory: Path, *, resume: bool) -> list[str]:
-    """Refuse an unwritable directory or one with another run; return a note without a run to
-    resume.
-    """
+    """Refuse an unwritable directory or one with another run; return a note without a run to resume."""
     for folder in (directory, *directory.absolute().parents):
         if (folder.exists() or folder.is_symlink()) and not folder.is_dir():
             kind = "a file" if folder.exists() else "a link to nothing"
@@ -189,19 +187,19 @@ def check_run_directory(directory: Path, *, resume: bool) -> list[str]:
     return [f"there is nothing to resume in {directory}: a new run starts"] if resume and not present else []
 
 
-def _check_model(settings: Settings, target: Target) -> list[str]:
-    dtype = model_dtype(settings.model, target.device)
-    spec = read_model_spec(settings.model.path)
-    check_model(settings.model, settings.training, spec, dtype=dtype, attention=target.attention(settings, spec))
+def _check_model(settings: Settings, target: Target) -> None:
+    model, training = settings.model, settings.training
+    dtype = model_dtype(model, target.device)
+    spec = read_model_spec(model.path)
+    check_model(model, training, spec, dtype=dtype, attention=target.attention(model, spec, cp=training.topology.cp))
     if not settings.supervised:
         prompt, sampling = settings.data.max_prompt_tokens, settings.rollout.sampling
-        check_tokens(spec, path=settings.model.path, max_prompt_tokens=prompt, sampling=sampling)
-    if settings.model.teacher is not None:
-        teacher = read_teacher_spec(settings.model.teacher)
-        check_layout(Topology.of(settings.training.topology), teacher, settings.model.megatron)
-        attention = target.attention(settings, teacher)
-        teacher_config(settings.model, settings.training.topology, teacher, dtype=dtype, attention=attention)
-    return []
+        check_tokens(spec, path=model.path, max_prompt_tokens=prompt, sampling=sampling)
+    if model.teacher is not None:
+        teacher = read_teacher_spec(model.teacher)
+        check_layout(Topology.of(training.topology), teacher, model.megatron)
+        attention = target.attention(model, teacher, cp=training.topology.cp)
+        teacher_config(model, training.topology, teacher, dtype=dtype, attention=attention)
 
 
 def _check_teacher(model: ModelSettings) -> list[str]:
@@ -221,25 +219,18 @@ def _check_weights(path: Path) -> list[str]:
     return [f"{path / name} is not the file of its {MANIFEST}: it is used as it is" for name in changed_texts(path)]
 
 
-def _check_objective(objective: Objective) -> list[str]:
+def _check_objective(objective: Objective) -> None:
     loss, advantage = objective.policy_loss, objective.advantage
     if isinstance(loss, PlugInLoss):
         require(loss.path, "policy_loss", loss.args)
     if isinstance(advantage, PlugInAdvantage):
         require(advantage.path, "advantage", advantage.args)
-    return []
 
 
-def _check_sinks(observe: ObserveSettings) -> list[str]:
-    check_installed(observe)
-    return []
-
-
-def _check_optimizer(settings: Settings, device: Device) -> list[str]:
-    training, dtype = settings.training, model_dtype(settings.model, device)
+def _check_optimizer(training: TrainingSettings, dtype: torch.dtype, *, has_critic: bool) -> list[str]:
     make_configs(training.optimizer, training.ddp, dtype=dtype)
     notes = [] if "lr" in training.optimizer else ["training.optimizer.lr is not set: the learning rate is 1e-6"]
-    if settings.objective.has_critic:
+    if has_critic:
         fields = critic_optimizer(training)
         make_configs(fields, training.ddp, dtype=dtype, section="critic.optimizer")
         if "lr" not in training.critic.optimizer:
@@ -247,23 +238,8 @@ def _check_optimizer(settings: Settings, device: Device) -> list[str]:
     return notes
 
 
-def _data_checks(settings: Settings, *, probe: bool) -> list[Callable[[], list[str]]]:
-    checks: list[Callable[[], list[str]]] = [partial(_check_tokenizer, settings.model.path), partial(_check_held_out, settings.data)]
-    checks += [] if settings.data.source is None else [partial(_check_source, settings.data)]
-    if probe:
-        return [*checks, partial(_check_rows, settings)]
-    checks += [partial(_check_file, path) for path in (settings.data.train, settings.data.eval) if path is not None]
-    return checks if settings.supervised else [*checks, partial(_check_reward, settings.reward)]
-
-
-def _check_tokenizer(model: Path) -> list[str]:
+def _check_tokenizer(model: Path) -> None:
     check_ends(load_tokenizer(model), model)
-    return []
-
-
-def _check_file(path: Path) -> list[str]:
-    check_is_data_file(path)
-    return []
 
 
 def _check_held_out(data: DataSettings) -> list[str]:
@@ -272,105 +248,98 @@ def _check_held_out(data: DataSettings) -> list[str]:
     return []
 
 
-def _check_source(data: DataSettings) -> list[str]:
-    assert data.source is not None, "asked for a source of the user's own"
-    require(data.source, "data_source", data.args)
-    return []
-
-
-def _check_rows(settings: Settings) -> list[str]:
-    """Check every row of the data files, and the reward function on first rows."""
-    prompts = RunPrompts.read(settings.model.path, settings.data, seed=settings.run.seed, supervised=settings.supervised)
-    if not settings.supervised:
-        with RewardRunner(settings.reward) as runner:
+def _check_rows(data: DataSettings, model: Path, reward: RewardSettings | None, *, seed: int) -> list[str]:
+    """Check every row of the data files, and the reward function on first rows; None is for supervised training."""
+    prompts = RunPrompts.read(model, data, seed=seed, supervised=reward is None)
+    if reward is not None:
+        with RewardRunner(reward) as runner:
             for prompt in prompts.probes:
                 runner.probe(prompt)
     return list(prompts.notes)
 
 
-def _check_sharing(settings: Settings, target: Target) -> list[str]:
-    if target.device.kind == "cuda" and (wrong := gpu_contradictions(settings, environment=os.environ)):
+def check_on_gpus(settings: Settings) -> None:
+    """Raise UserError for settings in conflict on GPUs."""
+    if wrong := gpu_contradictions(settings, environment=os.environ):
         raise joined_error(wrong, origin="on GPUs")
-    return []
 
 
-def _check_rollout(settings: Settings) -> list[str]:
-    planned_model(settings.model.path, directory=settings.run.directory, sglang=settings.rollout.sglang)
+def _check_rollout(rollout: RolloutSettings, model: Path, *, directory: Path, replays: bool) -> None:
+    planned_model(model, directory=directory, sglang=rollout.sglang)
     with warnings.catch_warnings():
         # SGLang imports torchvision, whose image part is not used and cannot load next to a CPU build of torch.
         warnings.filterwarnings("ignore", message="Failed to load image Python extension")
         # Seconds of imports when arguments were given, nothing when there are none.
-        validate_server_args(settings.rollout.sglang)
-        check_tensor_parallel(settings.rollout.sglang, read_config(settings.model.path), origin=str(settings.model.path / "config.json"))
+        validate_server_args(rollout.sglang)
+        check_tensor_parallel(rollout.sglang, read_config(model), origin=str(model / "config.json"))
         check_environment(os.environ)
-        if settings.training.routing_replay:
+        if replays:
             check_records_routing()
-    load_rollout(settings.rollout)
-    if settings.rollout.filter is not None:
-        require(settings.rollout.filter.function, "filter", settings.rollout.filter.args)
-    return []
+    load_rollout(rollout)
+    if rollout.filter is not None:
+        require(rollout.filter.function, "filter", rollout.filter.args)
 
 
-def _check_rollout_function(rollout: RolloutSettings, model: Path, *, need_experts: bool) -> list[str]:
+def _check_rollout_function(rollout: RolloutSettings, model: Path, *, need_experts: bool) -> None:
     """Try the user's own rollout with a scripted engine and the model's tokenizer."""
     trial = RolloutTrial(rollout, tokenizer=load_tokenizer(model), need_experts=need_experts)
     trial.run()
     trial.check_trained()
     trial.check_masked()
-    return []
 
 
-def _check_reward(reward: RewardSettings) -> list[str]:
+def _check_reward(reward: RewardSettings) -> None:
     load(reward.function, kind="reward", args=reward.args)
-    return []
 
 
-def _check_placement(settings: Settings, target: Target) -> list[str]:
-    placement = target.placement(settings)
+def _check_placement(target: Target, topology: TopologySettings, *, num_nodes: int | None) -> list[str]:
+    placement = target.placement()
     if placement is None:
         return []
-    asked, filled = settings.runtime.cluster.num_nodes, len(placement.nodes)
-    if asked is not None and asked > filled:
-        raise UserError(_idle_nodes(settings, asked=asked, filled=filled))
-    return crossing_notes(placement, Topology.of(settings.training.topology))
+    if num_nodes is not None and num_nodes > len(placement.nodes):
+        raise UserError(_idle_nodes(placement, asked=num_nodes))
+    return crossing_notes(placement, tp=topology.tp)
 
 
-def crossing_notes(placement: Placement, topology: Topology) -> list[str]:
+def crossing_notes(placement: Placement, *, tp: int) -> list[str]:
     """Return a sentence for tensor parallel groups that no node holds whole: every layer then waits for the network."""
-    spans = placement.spans(topology.tp)
-    if topology.tp == 1 or max(spans) == 1:
+    spans = placement.spans(tp)
+    if tp == 1 or max(spans) == 1:
         return []
     crossing = sum(count for nodes, count in spans.items() if nodes > 1)
     return [
-        f"{crossing} of {spans.total()} tensor parallel groups of tp {topology.tp} ranks lie on {max(spans)} nodes of "
+        f"{crossing} of {spans.total()} tensor parallel groups of tp {tp} ranks lie on {max(spans)} nodes of "
         f"{placement.nodes[0].slots} {placement.needs.unit}s, so that every layer waits for the network; choose a tp that divides "
         f"{placement.nodes[0].slots}, and more pp or cp instead"
     ]
 
 
-def _idle_nodes(settings: Settings, *, asked: int, filled: int) -> str:
+def _idle_nodes(placement: Placement, *, asked: int) -> str:
     """Return the error text for idle nodes, with ranks and engines that fill all or most nodes."""
+    needs, filled = placement.needs, len(placement.nodes)
     factor = max(1, asked // filled)
     fix = f"set runtime.cluster.num_nodes to {filled}"
     if factor > 1:
-        ranks, engines = factor * settings.training.topology.num_ranks, factor * settings.rollout.num_engines
-        engine_words = "" if settings.supervised else f" rollout.num_engines={engines}"
-        fix += f", or fill {factor * filled} with training.topology.num_ranks={ranks}{engine_words}"
+        engines = f" rollout.num_engines={factor * needs.num_engines}" if needs.num_engines else ""
+        fix += f", or fill {factor * filled} with training.topology.num_ranks={factor * needs.num_ranks}{engines}"
         if factor * filled != asked:
             fix += f" runtime.cluster.num_nodes={factor * filled}, as multiples of {filled} nodes can be filled"
     return f"runtime.cluster.num_nodes is {asked}, but the run fills {filled}: {asked - filled} would stay idle; {fix}"
 
 
 def _check_resources(settings: Settings) -> list[str]:
-    parameters = _num_parameters(settings.model.path)
-    checkpoint_bytes = parameters * (OPTIMIZER_BYTES + 4) * (2 if settings.objective.has_critic else 1)
-    notes = check_disk(settings.run.directory, checkpoint_bytes=checkpoint_bytes, keep=settings.run.keep_checkpoints)
+    run, model, objective = settings.run, settings.model, settings.objective
+    parameters = _num_parameters(model.path)
+    checkpoint_bytes = parameters * (OPTIMIZER_BYTES + 4) * (2 if objective.has_critic else 1)
+    notes = check_disk(run.directory, checkpoint_bytes=checkpoint_bytes, keep=run.keep_checkpoints)
     if settings.runtime.ray_address is not None or local_device().kind == "cuda":
         return notes
-    teacher = settings.model.teacher if settings.objective.distillation_coef else None
+    teacher = model.teacher if objective.distillation_coef else None
     # Another check reports a missing directory.
     asked = _num_parameters(teacher) if teacher is not None and teacher.is_dir() else 0
-    return notes + check_cpu_memory(settings, parameters=parameters, teacher_parameters=asked, available=available_memory_bytes())
+    engines, available = 0 if settings.supervised else settings.rollout.num_engines, available_memory_bytes()
+    memory = partial(check_cpu_memory, settings.training, objective, num_engines=engines, available=available)
+    return notes + memory(parameters=parameters, teacher_parameters=asked)
 
 
 def _num_parameters(model: Path) -> int:
@@ -378,10 +347,7 @@ def _num_parameters(model: Path) -> int:
 
 
 def check_disk(directory: Path, *, checkpoint_bytes: int, keep: int) -> list[str]:
-    """Refuse a disk without room for one checkpoint.
-
-    Return a note without room for the `keep` newest and one in progress.
-    """
+    """Refuse a disk without room for one checkpoint; note one without room for `keep` and one in progress."""
     present = next(folder for folder in (directory.absolute(), *directory.absolute().parents) if folder.is_dir())
     usage = shutil.disk_usage(present)
     free = usage.free
@@ -398,19 +364,20 @@ def check_disk(directory: Path, *, checkpoint_bytes: int, keep: int) -> list[str
     return []
 
 
-def check_cpu_memory(settings: Settings, *, parameters: int, teacher_parameters: int, available: int) -> list[str]:
+def check_cpu_memory(
+    training: TrainingSettings, objective: Objective, *, num_engines: int, parameters: int, teacher_parameters: int, available: int
+) -> list[str]:
     """A note when weights, gradients, optimizers, reference, teacher and the processes themselves take more bytes than are available."""
-    topology = settings.training.topology
-    engines = 0 if settings.supervised else settings.rollout.num_engines
+    topology = training.topology
     model_copies = topology.num_ranks // (topology.tp * topology.pp)
-    reference = 4 if settings.training.keeps_reference(settings.objective) else 0
-    per_parameter = (OPTIMIZER_BYTES + 4 + 4) * (2 if settings.objective.has_critic else 1) + reference
+    reference = 4 if training.keeps_reference(objective) else 0
+    per_parameter = (OPTIMIZER_BYTES + 4 + 4) * (2 if objective.has_critic else 1) + reference
     # A teacher keeps a copy of its own while answering, too.
     models = model_copies * (parameters * per_parameter + teacher_parameters * (4 + 4))
-    needed = topology.num_ranks * RANK_BYTES + engines * (ENGINE_BYTES + 4 * parameters) + models
+    needed = topology.num_ranks * RANK_BYTES + num_engines * (ENGINE_BYTES + 4 * parameters) + models
     if needed <= available:
         return []
     return [
-        f"{counted(topology.num_ranks, 'rank')} and {counted(engines, 'engine')} take at least {sized(needed)} of memory, "
+        f"{counted(topology.num_ranks, 'rank')} and {counted(num_engines, 'engine')} take at least {sized(needed)} of memory, "
         f"{sized(available)} are available; fewer ranks or engines, or a smaller model, avoid that the system ends one of them"
     ]

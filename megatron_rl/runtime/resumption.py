@@ -5,7 +5,8 @@ Nothing is hashed or started.
 
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from megatron_rl.checkpoints.run_checkpoints import (
     newest_checkpoint,
 )
 from megatron_rl.config.load import dump_settings, parse_yaml
-from megatron_rl.config.settings import Settings
+from megatron_rl.config.settings import RunSettings, Settings
 from megatron_rl.config.yaml_text import by_path, format_value
 from megatron_rl.data.buffer import BUFFER_FILE
 from megatron_rl.data.sqlite_file import check_database
@@ -45,17 +46,16 @@ def resume_rows(settings: Settings) -> dict[str, str]:
         return {"checkpoint": f"none in {directory}: the run would start at step 1"} | skipped
     path, state = found
     rows = {"checkpoint": str(path), "steps": f"{state.step} of run.num_steps {settings.run.num_steps} are done"} | skipped
-    return rows | dict(_changes(directory / SETTINGS_FILE, settings))
+    return rows | dict(_changes(directory / SETTINGS_FILE, by_path(parse_yaml(dump_settings(settings), origin="the settings"))))
 
 
-def _changes(file: Path, settings: Settings) -> Iterator[tuple[str, str]]:
+def _changes(file: Path, now: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Return a row for each setting that differs from the `file` of the run's last start."""
     if not file.exists():
         yield "settings of the last start", f"not known: {file} is gone"
         return
     saved = parse_yaml(file.read_text(encoding="utf-8", errors="replace"), origin=str(file))
     then = by_path(saved) if isinstance(saved, Mapping) else {}
-    now = by_path(parse_yaml(dump_settings(settings), origin="the settings"))
     # The run's directory may have a new name.
     changed = [name for name in (now | then) if now.get(name) != then.get(name) and name != "run.directory"]
     for name in changed:
@@ -68,28 +68,38 @@ def _value(values: Mapping[str, Any], name: str) -> str:
     return format_value(values[name]) if name in values else "not set"
 
 
-def check_is_not_a_copy(config: Path | None, settings: Settings) -> None:
-    """Raise UserError when `config` lies in a run's directory and names another: this one was
-    copied.
+def check_is_not_a_copy(config: Path | None, directory: Path) -> None:
+    """Raise UserError when `config` lies in a run's directory and names another one: the run's was copied.
 
-    The settings came from `config`.
+    `directory` is the run.directory of the settings that came from `config`.
     """
     if config is None or config.name != SETTINGS_FILE or not checkpoint_paths(config.parent):
         return
-    named, place = settings.run.directory, config.parent
+    place = config.parent
     values = parse_yaml(config.read_text(encoding="utf-8"), origin=str(config))
     given = by_path(values).get("run.directory") if isinstance(values, Mapping) else None
     # A directory on the command line has priority.
-    if given is not None and Path(given) == named and named.resolve() != place.resolve():
+    if given is not None and Path(given) == directory and directory.resolve() != place.resolve():
         raise UserError(
-            f"--resume was given with {config}, which lies in a run's directory and names another as run.directory, {named}; add "
-            f"run.directory={place} to continue the run here, or give {named / SETTINGS_FILE} to continue that one"
+            f"--resume was given with {config}, which lies in a run's directory and names another as run.directory, {directory}; add "
+            f"run.directory={place} to continue the run here, or give {directory / SETTINGS_FILE} to continue that one"
         )
 
 
-def check_has_checkpoint(settings: Settings) -> list[str]:
+def resumption_checks(run: RunSettings, model: Path, *, has_buffer: bool) -> list[Callable[[], list[str] | None]]:
+    """Return the checks of a run to resume; each returns notes, if any, and raises UserError."""
+    return [
+        partial(_check_has_checkpoint, run.directory),
+        partial(_check_steps_left, run.directory, num_steps=run.num_steps),
+        partial(_check_checkpoint_files, run.directory),
+        partial(_check_same_model, run.directory, model),
+        partial(_check_written_files, run.directory, has_buffer=has_buffer),
+    ]
+
+
+def _check_has_checkpoint(directory: Path) -> list[str]:
     """Refuse to begin again where checkpoints were and are gone; a note where there never was one."""
-    directory, link = settings.run.directory, settings.run.directory / POLICY_LINK
+    link = directory / POLICY_LINK
     if checkpoint_paths(directory):
         return []
     if link.is_symlink():
@@ -100,42 +110,36 @@ def check_has_checkpoint(settings: Settings) -> list[str]:
     return [f"there is no checkpoint in {directory}: the run starts at step 1"] if (directory / SETTINGS_FILE).exists() else []
 
 
-def check_steps_left(settings: Settings) -> list[str]:
+def _check_steps_left(directory: Path, *, num_steps: int) -> None:
     """Refuse to resume a run whose steps are all done."""
-    found = newest_checkpoint(settings.run.directory)
-    if found is not None and found[1].step >= settings.run.num_steps:
+    found = newest_checkpoint(directory)
+    if found is not None and found[1].step >= num_steps:
         raise UserError(
-            f"{settings.run.directory} has done {counted(found[1].step, 'step')}, so nothing is left of run.num_steps "
-            f"{settings.run.num_steps}; its policy is {found[0] / 'hf'}; set run.num_steps above {found[1].step} to continue"
+            f"{directory} has done {counted(found[1].step, 'step')}, so nothing is left of run.num_steps {num_steps}; "
+            f"its policy is {found[0] / 'hf'}; set run.num_steps above {found[1].step} to continue"
         )
-    return []
 
 
-def check_checkpoint_files(settings: Settings) -> list[str]:
+def _check_checkpoint_files(directory: Path) -> None:
     """Refuse a checkpoint with a missing file, or a file of another size than in the manifest."""
-    found = newest_checkpoint(settings.run.directory)
-    if found is None:
-        return []
-    with naming_the_way_around(settings.run.directory):
-        manifest.check(found[0] / "megatron", "sizes")
-    return []
+    found = newest_checkpoint(directory)
+    if found is not None:
+        with naming_the_way_around(directory):
+            manifest.check(found[0] / "megatron", "sizes")
 
 
-def check_same_model(settings: Settings) -> list[str]:
-    """Refuse a model.path with other parameters than the checkpoint.
-
-    Return a note where equal parameters are used in another computation.
-    """
-    found = newest_checkpoint(settings.run.directory)
+def _check_same_model(directory: Path, model: Path) -> list[str]:
+    """Refuse a model.path with other parameters than the checkpoint; note another computation on equal ones."""
+    found = newest_checkpoint(directory)
     if found is None or not (found[0] / "hf" / "config.json").is_file():
         return []
-    now, then = read_model_spec(settings.model.path), read_model_spec(found[0] / "hf")
+    now, then = read_model_spec(model), read_model_spec(found[0] / "hf")
     fields, saved = by_path(dataclasses.asdict(now)), by_path(dataclasses.asdict(then))
     names = [name for name in (fields | saved) if name.split(".")[0] not in _OF_FILES]
     changed = next((name for name in names if fields.get(name) != saved.get(name)), None)
     if changed is None:
         return []
-    what = f"model.path {settings.model.path} has {changed} {fields.get(changed)}, checkpoint {found[0]} has {saved.get(changed)}"
+    what = f"model.path {model} has {changed} {fields.get(changed)}, checkpoint {found[0]} has {saved.get(changed)}"
     if _parameters(now) != _parameters(then):
         raise UserError(f"{what}; give the model.path that the run began with, or another run.directory for a new run")
     return [f"{what}: what was trained is computed otherwise from now on"]
@@ -145,19 +149,15 @@ def _parameters(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     return {rule.megatron: parameter_shape(rule) for rule in rules(spec) if rule.exported}
 
 
-def check_written_files(settings: Settings) -> list[str]:
-    """Refuse unusable output of the run: metrics.jsonl with an invalid line, a buffer that is no
-    database.
+def _check_written_files(directory: Path, *, has_buffer: bool) -> None:
+    """Refuse metrics.jsonl with an invalid line, a buffer that is no database, and a directory in place of the policy's link.
 
-    A torn last line is dropped. Also refuse a directory in place of the link to the policy, left by
-    a copy that follows links.
+    A torn last line is dropped. A copy that follows links makes a directory of the link.
     """
-    link = settings.run.directory / POLICY_LINK
+    link, metrics = directory / POLICY_LINK, directory / METRICS_FILE
     if link.is_dir() and not link.is_symlink():
         raise UserError(f"{link} is a directory, needs to be a link to the policy of a checkpoint, which the run makes; move it away")
-    metrics = settings.run.directory / METRICS_FILE
     if metrics.exists():
         read_metrics(metrics)
-    if not settings.supervised:
-        check_database(settings.run.directory / BUFFER_FILE)
-    return []
+    if has_buffer:
+        check_database(directory / BUFFER_FILE)

@@ -17,9 +17,7 @@ from typing import Any
 import ray
 
 from megatron_rl.checkpoints.run_checkpoints import LOCK_FILE, naming_the_way_around, newest_checkpoint
-from megatron_rl.config.checks import gpu_contradictions
 from megatron_rl.config.derived import dtype_name, sync_deadline_s
-from megatron_rl.config.messages import joined_error
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.buffer import BUFFER_FILE
 from megatron_rl.data.source import RunPrompts
@@ -37,6 +35,7 @@ from megatron_rl.runtime.colocation import Phase, SharedDevices
 from megatron_rl.runtime.engine_model import EngineModel, make_model
 from megatron_rl.runtime.engines import EngineGroup
 from megatron_rl.runtime.placement import Needs
+from megatron_rl.runtime.preflight import check_on_gpus
 from megatron_rl.runtime.ray_session import ray_cluster
 from megatron_rl.runtime.run import RolloutRun, Run
 from megatron_rl.runtime.supervised_run import SupervisedRun
@@ -125,8 +124,8 @@ class RunStart:
         settings, watchdog = self._settings, self.watchdog
         manager = self.open_manager(settings.run.directory / BUFFER_FILE)
         reservation = self.reserve()
-        if reservation.device_kind == "cuda" and (wrong := gpu_contradictions(settings, environment=os.environ)):
-            raise joined_error(wrong, origin="on GPUs")
+        if reservation.device_kind == "cuda":
+            check_on_gpus(settings)
         dtype = dtype_name(settings.model, device_kind=reservation.device_kind)
         model = make_model(
             settings.model.path, directory=settings.run.directory, sglang=settings.rollout.sglang, dtype=dtype, note=self._report.note

@@ -1,6 +1,4 @@
-"""The target of a run: this machine, or the GPU nodes described by `runtime.cluster`, maybe
-elsewhere.
-"""
+"""The target of a run: this machine, or the GPU nodes described by `runtime.cluster`, maybe elsewhere."""
 
 import os
 from dataclasses import dataclass
@@ -8,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_rl.config.gpus import find_gpu
-from megatron_rl.config.settings import Settings
+from megatron_rl.config.settings import ModelSettings, Settings
 from megatron_rl.device import Device, local_capability, local_device, quiet_megatron_imports
 from megatron_rl.runtime.placement import Needs, Placement, nodes_needed, place
 
@@ -19,7 +17,7 @@ with quiet_megatron_imports():
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Device of the ranks, compute capability of the GPUs, and the slots of every node.
+    """Device of the ranks, compute capability of the GPUs, the run's needs, and the slots of every node.
 
     `nodes` is None when only a Ray cluster knows. With `here` the ranks have this machine's
     packages; otherwise Transformer Engine is assumed.
@@ -28,23 +26,17 @@ class Target:
     device: Device
     capability: tuple[int, int] | None
     here: bool
+    needs: Needs
     nodes: tuple[int, ...] | None
 
-    def attention(self, settings: Settings, spec: ModelSpec) -> Attention:
-        """Return the attention of a model of `spec`.
-
-        Raises UserError for a requested but missing one.
-        """
-        model, cp = settings.model, settings.training.topology.cp
+    def attention(self, model: ModelSettings, spec: ModelSpec, *, cp: int) -> Attention:
+        """Return the attention of a model of `spec`. Raises UserError for a requested but missing one."""
         installed = None if self.here else True
         return resolve_attention(model.attention, spec, overrides=model.megatron, cp=cp, capability=self.capability, installed=installed)
 
-    def placement(self, settings: Settings) -> Placement | None:
-        """Return the placement, None when only a Ray cluster knows.
-
-        Raises UserError for too few slots.
-        """
-        return None if self.nodes is None else place(Needs.of(settings, device_kind=self.device.kind), nodes=self.nodes)
+    def placement(self) -> Placement | None:
+        """Return the placement, None when only a Ray cluster knows. Raises UserError for too few slots."""
+        return None if self.nodes is None else place(self.needs, nodes=self.nodes)
 
 
 def find_target(settings: Settings, *, config_only: bool) -> Target:
@@ -52,26 +44,17 @@ def find_target(settings: Settings, *, config_only: bool) -> Target:
 
     Raises UserError for an unknown GPU type and for an engine larger than a node.
     """
-    runtime = settings.runtime
-    if runtime.cluster.gpu is not None and (config_only or runtime.ray_address is not None):
-        return _described(settings, runtime.cluster.gpu)
+    cluster, ray_address = settings.runtime.cluster, settings.runtime.ray_address
+    if cluster.gpu is not None and (config_only or ray_address is not None):
+        kind, needs = find_gpu(cluster.gpu), Needs.of(settings, device_kind="cuda")
+        slots = cluster.gpus_per_node or kind.per_node
+        described = (slots,) * (cluster.num_nodes or nodes_needed(needs, slots_per_node=slots))
+        device = Device("cuda", torch.device("cuda", 0), "nccl")
+        return Target(device=device, capability=kind.capability, here=False, needs=needs, nodes=described)
     device = local_device()
-    if runtime.ray_address is not None:
-        return Target(device=device, capability=local_capability(), here=True, nodes=None)
-    if device.kind == "cuda":
-        return Target(device=device, capability=local_capability(), here=True, nodes=(torch.cuda.device_count(),))
-    # A CPU is shared where there are too few: slower, but right.
-    slots = max(os.cpu_count() or 1, Needs.of(settings, device_kind="cpu").slots)
-    return Target(device=device, capability=local_capability(), here=True, nodes=(slots,))
-
-
-def _described(settings: Settings, gpu: str) -> Target:
-    cluster, kind = settings.runtime.cluster, find_gpu(gpu)
-    slots = cluster.gpus_per_node or kind.per_node
-    count = cluster.num_nodes or nodes_needed(Needs.of(settings, device_kind="cuda"), slots_per_node=slots)
-    return Target(
-        device=Device("cuda", torch.device("cuda", 0), "nccl"),
-        capability=kind.capability,
-        here=False,
-        nodes=(slots,) * count,
-    )
+    needs = Needs.of(settings, device_kind=device.kind)
+    nodes: tuple[int, ...] | None = None
+    if ray_address is None:
+        # A CPU is shared where there are too few: slower, but right.
+        nodes = (torch.cuda.device_count() if device.kind == "cuda" else max(os.cpu_count() or 1, needs.slots),)
+    return Target(device=device, capability=local_capability(), here=True, needs=needs, nodes=nodes)

@@ -39,7 +39,7 @@ def test_config_only_needs_neither_gpus_nor_weights_nor_data(elsewhere: Callable
     settings = elsewhere()
     assert preflight_config(settings) == []
     target = find_target(settings, config_only=True)
-    attention = target.attention(settings, read_model_spec(settings.model.path))
+    attention = target.attention(settings.model, read_model_spec(settings.model.path), cp=1)
     assert (target.device.kind, attention, target.nodes) == ("cuda", "transformer_engine", (8, 8))
     tables = launch_plan(settings, target)
     assert tables["Where it would be placed"] == {

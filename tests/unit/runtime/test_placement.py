@@ -49,12 +49,12 @@ def test_everything_is_placed_once_and_engines_stay_whole(
         return
     assert len(placement.nodes) == count
     assert [rank for share in placement.nodes for rank in share.ranks] == list(range(num_ranks))
-    assert [seat.number for share in placement.nodes for seat in share.engines] == list(range(num_engines))
+    assert [number for share in placement.nodes for number in share.engines] == list(range(num_engines))
     for share in placement.nodes:
-        taken = [*([] if colocated else range(len(share.ranks))), *(slot for seat in share.engines for slot in seat.slots)]
+        taken = [*([] if colocated else range(len(share.ranks))), *(slot for slots in share.engines.values() for slot in slots)]
         assert len(set(taken)) == len(taken)
         assert share.slots <= slots_per_node
-        assert all(len(seat.slots) == slots_per_engine for seat in share.engines)
+        assert all(len(slots) == slots_per_engine for slots in share.engines.values())
     if colocated:
         beside = [rank for engine in range(num_engines) for rank in placement.ranks_beside(engine)]
         assert len(set(beside)) == len(beside) == num_engines * slots_per_engine
@@ -85,7 +85,7 @@ def test_engines_follow_the_ranks_and_fill_their_last_node() -> None:
     placement = place(needs(12, 2, 4), nodes=[8] * 4)
     assert [share.ranks for share in placement.nodes] == [range(8), range(8, 12), range(12, 12)]
     assert [placement.node_of_engine(engine) for engine in (0, 1)] == [1, 2]
-    assert placement.nodes[1].engines[0].slots == range(4, 8)
+    assert placement.nodes[1].engines == {0: range(4, 8)}
 
 
 def test_colocated_engines_share_the_slots_of_ranks() -> None:
@@ -121,7 +121,7 @@ def test_equal_bundles_are_taken_in_the_order_of_their_addresses() -> None:
 
 
 def test_bundles_at_one_address_are_told_apart_by_node() -> None:
-    placement = Placement(needs(2), (NodeShare(range(1), ()), NodeShare(range(1, 2), ())))
+    placement = Placement(needs(2), (NodeShare(range(1), {}), NodeShare(range(1, 2), {})))
     assert match_bundles(placement, [("127.0.0.1", "f"), ("127.0.0.1", "0")]) == (1, 0)
 
 
@@ -145,10 +145,10 @@ def test_rows_of_one_node() -> None:
 
 
 def test_tensor_parallel_groups_across_nodes_are_noted() -> None:
-    assert crossing_notes(place(needs(16), nodes=[8, 8]), topology(num_ranks=16, tp=8)) == []
-    (note,) = crossing_notes(place(needs(32), nodes=[8] * 4), topology(num_ranks=32, tp=16))
+    assert crossing_notes(place(needs(16), nodes=[8, 8]), tp=8) == []
+    (note,) = crossing_notes(place(needs(32), nodes=[8] * 4), tp=16)
     assert note.startswith("2 of 2 tensor parallel groups of tp 16 ranks lie on 2 nodes of 8 GPUs")
-    (note,) = crossing_notes(place(needs(12), nodes=[8] * 2), topology(num_ranks=12, tp=3))
+    (note,) = crossing_notes(place(needs(12), nodes=[8] * 2), tp=3)
     assert note.startswith("1 of 4 tensor parallel groups of tp 3 ranks lie on 2 nodes of 8 GPUs")
 
 

@@ -5,7 +5,6 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -415,7 +414,11 @@ def test_memory_is_added_up(words: list[str]) -> None:
     settings = load_settings(None, [*words, "training.topology={num_ranks: 4, tp: 2}", "rollout.num_engines=2"])
     # 4 ranks x 0.5 + 2 engines x (1.6 + 4 x 0.25) + 2 copies x 0.25 x 20 bytes
     needed = 4 * 0.5 + 2 * (1.6 + 4 * 0.25) + 2 * 0.25 * 20
-    check = partial(check_cpu_memory, parameters=GIB // 4, teacher_parameters=0)
+
+    def check(settings: Settings, **more: int) -> list[str]:
+        sizes = {"num_engines": settings.rollout.num_engines, "parameters": GIB // 4, "teacher_parameters": 0, **more}
+        return check_cpu_memory(settings.training, settings.objective, **sizes)
+
     assert check(settings, available=int((needed + 0.1) * GIB)) == []
     assert f"at least {needed:.1f} GiB" in check(settings, available=int((needed - 0.1) * GIB))[0]
     with_critic = load_settings(None, [*words, "training.topology={num_ranks: 4, tp: 2}", "rollout.num_engines=2", "objective.preset=ppo"])
@@ -495,6 +498,6 @@ def test_supervised_runs_ask_nothing_of_engine_and_reward(words: list[str], monk
 
 
 def test_the_interface_is_one_of_this_machine() -> None:
-    assert check_interface(RuntimeSettings(ray_address="10.0.0.1:6379", network_interface="lo")) == []
+    check_interface(RuntimeSettings(ray_address="10.0.0.1:6379", network_interface="lo"))
     with pytest.raises(UserError, match=r"network_interface is nowhere0, but the interfaces here are .*lo.*; name one that every node has"):
         check_interface(RuntimeSettings(ray_address="10.0.0.1:6379", network_interface="nowhere0"))

@@ -17,8 +17,8 @@ from megatron_rl.config.load import dump_settings, load_settings
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.buffer import Buffer
 from megatron_rl.errors import UserError
-from megatron_rl.runtime.preflight import RESUME_CHECKS, preflight
-from megatron_rl.runtime.resumption import check_is_not_a_copy, resume_rows
+from megatron_rl.runtime.preflight import preflight
+from megatron_rl.runtime.resumption import check_is_not_a_copy, resume_rows, resumption_checks
 from megatron_rl.types import Prompt
 
 
@@ -57,7 +57,8 @@ def asked(words: list[str], *overrides: str) -> Settings:
 
 
 def notes(settings: Settings) -> list[str]:
-    return [note for check in RESUME_CHECKS for note in check(settings)]
+    checks = resumption_checks(settings.run, settings.model.path, has_buffer=not settings.supervised)
+    return [note for check in checks for note in check() or []]
 
 
 def problem(settings: Settings) -> str:
@@ -224,4 +225,4 @@ def test_a_copied_run_does_not_continue_in_the_original(words: list[str], tmp_pa
     assert main(["train", str(config), "--resume", "--check"]) == 2
     assert f"names another as run.directory, {run}; add run.directory={copy} to continue the run here" in capsys.readouterr().err
     for given, overrides in ((config, [f"run.directory={copy}"]), (config, ["run.directory=new"]), (run / "settings.yaml", [])):
-        check_is_not_a_copy(given, load_settings(given, overrides))
+        check_is_not_a_copy(given, load_settings(given, overrides).run.directory)
