@@ -3,24 +3,13 @@
 Commands are `train`, `eval`, `report`, `plan`, `models`, `convert`, `serve`, `verify-checkpoint`,
 `check-plugin` and `doctor`.
 
-Exit status: 0 done; 2 for input that the user can mend, told in one sentence; 75 ended by SIGTERM,
-SIGHUP or the death of a process of the run, where `--resume` goes on from the checkpoint; 1 any
-other failure; 130 after Ctrl-C, with a checkpoint, too; 143 and 129 after SIGTERM and SIGHUP
-without a checkpoint; 137 where the system killed the command; 141 when the output is not read to
-the end, as behind `| head`: a started run goes on instead.
-
 Heavy modules are imported inside the command with the need, so that help and mistakes answer at
 once.
 """
 
-import errno
-import os
-import select
-import signal
 import sys
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, get_args
@@ -30,58 +19,20 @@ import click
 from megatron_rl.check import report as report_checks
 from megatron_rl.config.decided import Decision
 from megatron_rl.config.help import SettingsCommand
-from megatron_rl.config.load import apply_overrides, dump_settings, load_decided, split_words
+from megatron_rl.config.load import apply_overrides, load_decided, split_words
 from megatron_rl.config.settings import RuntimeSettings, Settings
 from megatron_rl.config.yaml_text import format_value
-from megatron_rl.errors import MegatronRLError, ResumableError, UserError
+from megatron_rl.errors import UserError
+from megatron_rl.exit_status import Commands, exit_status
 from megatron_rl.plugins.kinds import PluginKind
 from megatron_rl.plugins.loader import kind_of
 from megatron_rl.process_variables import check_directory, check_home, settle_output
-from megatron_rl.runtime.grace import ENDING, Grace
+from megatron_rl.runtime.grace import Grace
 from megatron_rl.runtime.supervisor import supervise
 
-RESUMABLE = 75
-"""Exit status for starting the same command again: EX_TEMPFAIL of sysexits.h."""
-_LEFT_BY = {128 + number: number for number in ENDING}
-"""Signals that end a command, by the exit status."""
-_REFUSED_PATHS = {
-    errno.EACCES: "give yourself permission, or name another path",
-    errno.EPERM: "give yourself permission, or name another path",
-    errno.ENAMETOOLONG: "give a shorter path",
-    errno.EISDIR: "a file is needed there: move the directory away, or name another path",
-    errno.ENOTDIR: "a directory is needed there: name another path",
-    errno.ELOOP: "mend the links of this path, or name another one",
-}
-"""What to do about a path that the system refuses, by the error's number. Checks ask of paths in many places."""
 _COUNT = click.IntRange(1, 2**17)
 _STAND_INS = 2
 _OVERRIDES = {"ignore_unknown_options": True, "allow_interspersed_args": True}
-
-
-class _BrokenPipe(Exception):
-    """Some pipe without a reader; click would end the command in silence for a BrokenPipeError."""
-
-
-@contextmanager
-def _past_click() -> Iterator[None]:
-    try:
-        yield
-    except BrokenPipeError as error:
-        raise _BrokenPipe from error
-
-
-class Commands(click.Group):
-    """Commands whose broken pipes reach `_run`."""
-
-    def make_context(self, *words: Any, **extra: Any) -> click.Context:
-        """Parse the words, and print the help on request."""
-        with _past_click():
-            return super().make_context(*words, **extra)
-
-    def invoke(self, ctx: click.Context) -> Any:
-        """Run the command."""
-        with _past_click():
-            return super().invoke(ctx)
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -107,7 +58,7 @@ def train(
     weights_only: bool,
     reward: str | None,
     ray_address: str | None,
-) -> int:
+) -> None:
     """Train a policy.
 
     Settings come from CONFIG.yaml and from overrides, whose values are YAML; a later override wins. Example:
@@ -128,20 +79,23 @@ def train(
     if resume:
         check_is_not_a_copy(split_words(words, options=_own_options()).config, settings.run.directory)
     if check:
-        return _check(settings, decisions, resume=resume, config_only=config_only)
+        from megatron_rl.planning.check_run import check_run
+
+        check_run(settings, decisions, resume=resume, config_only=config_only)
+        return
     print("checking settings, model and data ...", flush=True)
     for decision in decisions:
         print(f"decided: {decision.path}={decision.value} ({decision.reason})", flush=True)
-    _print_notes(preflight(settings, resume=resume, probe=False))
-    _session(settings).train(settings, resume=resume, weights_only=weights_only)
-    return 0
+    for note in preflight(settings, resume=resume, probe=False):
+        print(f"megatron-rl: note: {note}", file=sys.stderr)
+    _session(settings.runtime).train(settings, resume=resume, weights_only=weights_only)
 
 
 @cli.command(name="eval", short_help="Evaluate a model on data.eval.", context_settings=_OVERRIDES, options_metavar="[OPTIONS]")
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[CONFIG.yaml] [key.path=value | --key.path value]...")
 @click.option("--reward", metavar="MODULE:FUNCTION", help="Short for reward.function=MODULE:FUNCTION.")
 @click.option("--ray-address", metavar="ADDRESS", help="Short for runtime.ray_address=ADDRESS: use a running Ray cluster.")
-def evaluate(words: tuple[str, ...], reward: str | None, ray_address: str | None) -> int:
+def evaluate(words: tuple[str, ...], reward: str | None, ray_address: str | None) -> None:
     """Evaluate the model at model.path on data.eval, with the settings of a training run (`megatron-rl train --help all` lists them).
 
     The result is printed, and kept in run.directory with the samples: evaluation.json and evaluation.jsonl.
@@ -151,28 +105,23 @@ def evaluate(words: tuple[str, ...], reward: str | None, ray_address: str | None
     settings, _ = _settings(words, reward=reward, ray_address=ray_address)
     if settings.data.eval is None:
         raise UserError("data.eval is not set, so there is nothing to evaluate on; set it to a file of held-out rows with data.eval=PATH")
-    _session(settings).evaluate(settings)
-    return 0
+    _session(settings.runtime).evaluate(settings)
 
 
 @cli.command(short_help="Draw the curves of a run, whether it has ended or not.")
 @click.argument("directory", type=click.Path(path_type=Path))
-def report(directory: Path) -> int:
+def report(directory: Path) -> None:
     """Write curves.png and report.html into DIRECTORY, the run.directory of a run, from its metrics.jsonl; print the page's path."""
     from megatron_rl.report.page import report_run
 
     print(report_run(directory))
-    return 0
 
 
 @cli.command(short_help="Plan the memory of a layout on GPUs.", context_settings=_OVERRIDES, options_metavar="[OPTIONS]")
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="MODEL|CONFIG.yaml [key.path=value | --key.path value]...")
 @click.option("--gpu", default="H100-80", show_default=True, metavar="TYPE", help="Type of the GPUs.")
 @click.option(
-    "--gpus",
-    type=_COUNT,
-    metavar="N",
-    help="GPUs of the run, engines included; without a layout, layouts that fit are looked for.",
+    "--gpus", type=_COUNT, metavar="N", help="GPUs of the run, engines included; without a layout, layouts that fit are looked for."
 )
 @click.option("--tp", type=_COUNT, help="Tensor parallel size.")
 @click.option("--pp", type=_COUNT, help="Pipeline parallel size.")
@@ -188,18 +137,11 @@ def plan(words: tuple[str, ...], gpu: str, gpus: int | None, **layout: int | boo
     CONFIG.yaml and from overrides. The exit status is 2 when it does not fit.
     Example: megatron-rl plan /models/Qwen3-30B-A3B --gpu H100-80 --gpus 64
     """
-    from megatron_rl.config.gpus import find_gpu
-    from megatron_rl.planning.command import plans
+    from megatron_rl.planning.command import print_plans
 
-    given = split_words(words, options=_own_options())
     topology = {name: size for name, size in layout.items() if size is not None}
-    status, kind = 0, find_gpu(gpu)
-    with _progress() as say:
-        answers = list(plans(given, gpu=kind, num_gpus=gpus, topology=topology, say=say))
-    for overrides, found, advice in answers:
-        print("\n".join([overrides, *(line.rstrip() for line in found.lines()), *([advice] if advice else []), ""]), flush=True)
-        status = status if found.fits else 2
-    return status
+    fits = print_plans(split_words(words, options=_own_options()), gpu=gpu, num_gpus=gpus, topology=topology)
+    return 0 if fits else 2
 
 
 @cli.command(name="convert", short_help="Convert a checkpoint into another format.")
@@ -236,16 +178,15 @@ def convert_checkpoint(source: Path, target: Path, verify: bool, max_shard_size:
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENT=VALUE]...")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=click.IntRange(1, 65535), default=30000, show_default=True, help="Port to listen on.")
-def serve(model: Path, words: tuple[str, ...], host: str, port: int) -> int:
+def serve(model: Path, words: tuple[str, ...], host: str, port: int) -> None:
     """Serve MODEL, a Hugging Face directory such as a run's export, by OpenAI's API, on GPUs or without.
 
     An argument of the SGLang server follows by its own name. Requests need the key that the command prints once the server is ready,
     in an example that can be pasted; each start makes another key. Example: megatron-rl serve runs/first/huggingface tp_size=2
     """
-    from megatron_rl.runtime.serving import serve as serve_model
+    from megatron_rl.serve import serve as serve_model
 
     serve_model(model, apply_overrides({}, list(words)), host=host, port=port)
-    return 0
 
 
 @cli.command(name="verify-checkpoint", short_help="Look for damage in a checkpoint.")
@@ -272,38 +213,22 @@ def check_plugin(path: str, kind: PluginKind | None, words: tuple[str, ...], mod
 
     The exit status is 2 when it breaks one. Example: megatron-rl check-plugin my_package.rewards:score --args threshold=0.5
     """
+    from megatron_rl.data.tokenizer import load_tokenizer
     from megatron_rl.runtime.plugin_contracts import check
 
     args, kind = apply_overrides({}, list(words)), kind or kind_of(path)
-    tokenizer = None
-    if model is not None:
-        from megatron_rl.data.tokenizer import load_tokenizer
-
-        if kind != "rollout":
-            raise UserError(f"--model is {model}, but a plug-in of the kind {kind} gets no tokenizer; leave it out")
-        tokenizer = load_tokenizer(model)
+    if model is not None and kind != "rollout":
+        raise UserError(f"--model is {model}, but a plug-in of the kind {kind} gets no tokenizer; leave it out")
+    tokenizer = None if model is None else load_tokenizer(model)
     return 0 if report_checks(check(path, kind, args, tokenizer=tokenizer)) else 2
 
 
 @cli.command(short_help="List the families of models that can be trained.")
-def models() -> int:
+def models() -> None:
     """Print, for each architecture of config.json that can be trained, what is proved for it, and which are refused and why."""
     from megatron_rl.models.families.family_table import printed_table
 
     print("\n".join(printed_table()))
-    return 0
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """Yield a function that prints the awaited work: one line on a terminal, else a line each."""
-    if not sys.stderr.isatty():
-        yield lambda words: print(f"megatron-rl: {words}", file=sys.stderr, flush=True)
-        return
-    from rich.console import Console
-
-    with Console(stderr=True).status("reading the model") as status:
-        yield status.update
 
 
 @cli.command(short_help="Check this machine and its packages.")
@@ -349,91 +274,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with Grace():
         if arguments is None:
             supervise()
-        return _run(arguments)
-
-
-def _run(arguments: Sequence[str] | None) -> int:
-    """Run the command and turn every end into an exit status."""
-    try:
-        return _status(arguments)
-    except (BrokenPipeError, _BrokenPipe):
-        if not _silence_unread():
-            traceback.print_exc()
-            return 1
-        return 128 + signal.SIGPIPE
-
-
-def _status(arguments: Sequence[str] | None) -> int:
-    """Return the exit status. Raises BrokenPipeError or _BrokenPipe for a pipe without a reader."""
-    try:
-        status = cli.main(args=None if arguments is None else list(arguments), prog_name="megatron-rl", standalone_mode=False)
-        print(end="", flush=True)
-    except (BrokenPipeError, _BrokenPipe):
-        raise
-    except click.exceptions.NoArgsIsHelpError as error:
-        error.show()
-        return error.exit_code
-    except click.ClickException as error:
-        _tell(_sentence(error))
-        return error.exit_code
-    except (click.Abort, KeyboardInterrupt):
-        _tell("interrupted")
-        return 128 + signal.SIGINT
-    except SystemExit as error:
-        if error.code not in _LEFT_BY:
-            # An error of a user's own function.
-            traceback.print_exc()
-            return 1
-        _tell("interrupted" if error.code == 128 + signal.SIGINT else f"ended by {_LEFT_BY[error.code].name}")
-        return int(error.code)
-    except UserError as error:
-        _tell(str(error))
-        return 2
-    except ResumableError as error:
-        _tell(str(error))
-        return 128 + signal.SIGINT if error.interrupted else RESUMABLE
-    except MegatronRLError as error:
-        _tell(f"{type(error).__name__}: {error}")
-        return 1
-    except Exception as error:
-        if isinstance(error, OSError) and error.errno in _REFUSED_PATHS and error.filename is not None:
-            _tell(f"{error.filename} cannot be used ({error.strerror}); {_REFUSED_PATHS[error.errno]}")
-            return 2
-        # The third of the named boundaries: unforeseen errors end with a traceback and a status for scripts.
-        traceback.print_exc()
-        return 1
-    return int(status or 0)
-
-
-def _sentence(error: click.ClickException) -> str:
-    """Return click's complaint, with a way to valid input where click proposes none."""
-    message = error.format_message().rstrip(".")
-    context = error.ctx if isinstance(error, click.UsageError) else None
-    if context is None or message.endswith("?"):
-        return message
-    return f"{message}; `{context.command_path} --help` lists what it takes"
-
-
-def _tell(sentence: str) -> None:
-    """Say why the command ends; without a reader the exit status stays."""
-    try:
-        print(f"megatron-rl: {sentence}", file=sys.stderr, flush=True)
-    except BrokenPipeError:
-        _silence_unread()
-
-
-def _silence_unread() -> bool:
-    """Drop text buffered for a closed stream, which would fail at exit; False if none is closed."""
-    poll = select.poll()
-    # Standard output and standard error.
-    for output in (1, 2):
-        poll.register(output, 0)
-    unread = [output for output, events in poll.poll(0) if events & (select.POLLERR | select.POLLHUP)]
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for output in unread:
-        os.dup2(nowhere, output)
-    os.close(nowhere)
-    return bool(unread)
+        words = None if arguments is None else list(arguments)
+        return exit_status(partial(cli.main, args=words, prog_name="megatron-rl", standalone_mode=False))
 
 
 def _own_options() -> list[str]:
@@ -450,49 +292,11 @@ def _settings(words: Sequence[str], *, reward: str | None, ray_address: str | No
     return load_decided(given.config, overrides)
 
 
-def _session(settings: Settings) -> ModuleType:
+def _session(settings: RuntimeSettings) -> ModuleType:
     """Return the module that starts processes, after settling Ray's environment, read at import."""
     from megatron_rl.runtime.ray_session import prepare_environment
 
-    prepare_environment(settings.runtime)
+    prepare_environment(settings)
     from megatron_rl.runtime import session
 
     return session
-
-
-def _check(settings: Settings, decisions: Iterable[Decision], *, resume: bool, config_only: bool) -> int:
-    """Print the resolved settings as a YAML settings file, with everything else as comments."""
-    from megatron_rl.planning.launch_plan import launch_plan, memory_plan
-    from megatron_rl.runtime.preflight import preflight, preflight_config
-    from megatron_rl.runtime.target import find_target
-
-    # Run before the first print, so that nothing else is printed beside an error. Output of the user's own functions
-    # during the trial is no part of the settings file.
-    with redirect_stdout(sys.stderr):
-        notes = preflight_config(settings) if config_only else preflight(settings, resume=resume)
-    plan = memory_plan(settings) if config_only else None
-    planned = "" if plan is None else "".join(f"# {line}".rstrip() + "\n" for line in plan.lines())
-    if plan is not None and not plan.fits:
-        print(planned, end="", flush=True)
-        raise UserError(f"{plan.verdict}; `megatron-rl plan` lists layouts that fit")
-    decided = {"What was decided, as it was not set": {one.path: f"{one.value}: {one.reason}" for one in decisions}}
-    tables = {**decided, **launch_plan(settings, find_target(settings, config_only=config_only))}
-    if resume and not config_only:
-        from megatron_rl.runtime.resumption import resume_rows
-
-        tables["What would be resumed"] = resume_rows(settings)
-    print(dump_settings(settings))
-    for title, rows in tables.items():
-        print(f"# {title}")
-        for name, value in rows.items():
-            print(f"#   {name:<34} {value}")
-        print("#")
-    sys.stdout.flush()
-    _print_notes(notes)
-    print(f"{planned}# Check passed: nothing was started, nothing was written.")
-    return 0
-
-
-def _print_notes(notes: Iterable[str]) -> None:
-    for note in notes:
-        print(f"megatron-rl: note: {note}", file=sys.stderr)

@@ -49,10 +49,7 @@ class Scratch:
 
     @classmethod
     def make(cls, *, max_length: int | None = None) -> "Scratch":
-        """Make a directory of this process that only its user can enter.
-
-        The path has `max_length` characters at most.
-        """
+        """Make a directory that only this user can enter; its path has `max_length` characters at most."""
         path = Path(tempfile.mkdtemp(prefix=PREFIX))
         if max_length is not None and len(str(path)) > max_length:
             path.rmdir()
@@ -61,10 +58,7 @@ class Scratch:
         return cls(path)
 
     def note(self, places: Iterable[Path]) -> None:
-        """Remember these files and directories elsewhere, in place of earlier ones.
-
-        All are removed with this process, too.
-        """
+        """Remember `places` elsewhere, instead of earlier ones: all are removed with this process, too."""
         (self.path / _ELSEWHERE).write_text(json.dumps([str(place) for place in places]))
 
     def remove(self) -> None:
@@ -110,10 +104,7 @@ def remove_leftovers() -> list[str]:
 
 
 def _identity(pid: int) -> dict[str, object]:
-    """Return the identity of a process among all processes with the same number.
-
-    Processes of other times and other containers differ.
-    """
+    """Return the identity of a process among all with its number, of any time and in any container."""
     return {"pid": pid, "started": _state_and_start(pid)[1], "namespace": os.readlink("/proc/self/ns/pid"), "boot": _boot_id()}
 
 
@@ -122,10 +113,7 @@ def _boot_id() -> str:
 
 
 def _is_mine(path: Path, *, open_to_others: bool = False) -> bool:
-    """Return True for a file or directory of this user that nobody else can have written.
-
-    `open_to_others` drops the condition on writers.
-    """
+    """Return True for a file of this user that, unless `open_to_others`, nobody else can have written."""
     found = path.lstat()
     return found.st_uid == os.geteuid() and not stat.S_ISLNK(found.st_mode) and (open_to_others or not found.st_mode & 0o022)
 
@@ -143,10 +131,7 @@ def _is_abandoned(path: Path) -> bool:
 
 
 def _state_and_start(pid: int) -> tuple[str, int]:
-    """Return a process's state and start time in the kernel's ticks since boot (proc(5)).
-
-    No correction of the clock moves the start time.
-    """
+    """Return a process's state and start time in the kernel's ticks since boot, which no clock moves (proc(5))."""
     # The program's name, in parentheses, may hold anything.
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return fields[0], int(fields[19])

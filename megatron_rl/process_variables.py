@@ -76,11 +76,7 @@ def interface_names() -> list[str]:
 
 
 def settle_output() -> None:
-    """Take any text to the standard streams, and hide a warning.
-
-    The warning is hidden here and in processes started from now on; any encoding of the streams
-    works.
-    """
+    """Take any text to the standard streams; hide a warning here and in processes started from now on."""
     _fill_closed()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -118,10 +114,7 @@ def check_directory() -> None:
 
 
 def check_home() -> None:
-    """Raise UserError where the home directory cannot hold the caches of torch and SGLang.
-
-    Both make the caches during import.
-    """
+    """Raise UserError where the home directory cannot hold the caches that torch and SGLang make at import."""
     try:
         cache = Path("~/.cache").expanduser()
     except RuntimeError:

@@ -85,7 +85,7 @@ class TrialRanks(TrainerGroup):
         if self._in_use is not None:
             self.apply(on_rank.close)
         self._settings, self._in_use = settings, settings.training.topology.num_ranks
-        self.finish_start(self.begin_start())
+        self.start()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,17 @@
 """`megatron-rl plan`: settings and a model from the command line, and the printed plans."""
 
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 
+from rich.console import Console
+
 from megatron_rl.config.checks import contradictions
 from megatron_rl.config.decided import with_values
-from megatron_rl.config.gpus import Gpu
+from megatron_rl.config.gpus import Gpu, find_gpu
 from megatron_rl.config.load import Words, load_settings
 from megatron_rl.config.messages import joined_error
 from megatron_rl.config.settings import RolloutSettings, Settings
@@ -28,6 +32,26 @@ with quiet_megatron_imports():
 
 _SETTINGS_SUFFIXES = (".yaml", ".yml")
 _SIZES = ("tp", "pp", "cp", "ep", "etp")
+
+
+def print_plans(words: Words, *, gpu: str, num_gpus: int | None, topology: Mapping[str, object]) -> bool:
+    """Print the plans of `plans` for GPUs of the type `gpu`; return True when all fit."""
+    kind = find_gpu(gpu)
+    with _progress() as say:
+        answers = list(plans(words, gpu=kind, num_gpus=num_gpus, topology=topology, say=say))
+    for overrides, plan, advice in answers:
+        print("\n".join([overrides, *(line.rstrip() for line in plan.lines()), *([advice] if advice else []), ""]), flush=True)
+    return all(plan.fits for _, plan, _ in answers)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """Yield a function that prints the awaited work: one line on a terminal, else a line each."""
+    if not sys.stderr.isatty():
+        yield lambda words: print(f"megatron-rl: {words}", file=sys.stderr, flush=True)
+        return
+    with Console(stderr=True).status("reading the model") as status:
+        yield status.update
 
 
 def split_model(words: Words) -> tuple[Path | None, Words]:

@@ -43,10 +43,7 @@ class Agreement:
         self._wait = partial(wait, timeout_s=start_deadline_s(settings.model))
 
     def check_weights(self, publish: Callable[[], None], *, resumed: bool) -> None:
-        """Sync by `publish`, and compare the engines' weights before and after bit by bit.
-
-        Raises ParityError.
-        """
+        """Sync by `publish`; compare the engines' weights before and after, bit by bit. Raises ParityError."""
         path, pool = self._path, self._manager.pool
         checksums = partial(self._wait, name="checksums of the engines' weights")
         before = checksums(weight_checksums(pool))

@@ -3,6 +3,8 @@
 import sys
 import time
 
+import ray
+
 from megatron_rl.deadlines import NODES_START_S
 from megatron_rl.errors import DeadlineError, MegatronRLError
 
@@ -10,39 +12,29 @@ POLL_S = 2.0
 
 
 def await_nodes(address: str, num_nodes: int, *, timeout_s: float = NODES_START_S) -> None:
-    """Join the Ray cluster at `address`; return when `num_nodes` nodes have a GPU, printing the
-    number.
+    """Join the Ray cluster at `address`, also one still starting; return when `num_nodes` nodes have a GPU.
 
-    The call also waits for a head still starting. Raises DeadlineError after `timeout_s` seconds.
+    Prints each new number of nodes. Raises DeadlineError after `timeout_s` seconds.
     """
-    import ray
-
+    deadline, told = time.monotonic() + timeout_s, None
     try:
-        _await_nodes(address, num_nodes, timeout_s=timeout_s)
+        while True:
+            try:
+                if not ray.is_initialized():
+                    ray.init(address=address, log_to_driver=False, logging_level="error")
+                found = sum(node["Alive"] and node["Resources"].get("GPU", 0) > 0 for node in ray.nodes())
+            except ConnectionError:
+                found = 0
+            if found != told:
+                print(f"nodes with GPUs at {address}: {found} of {num_nodes}", flush=True)
+                told = found
+            if found >= num_nodes:
+                return
+            if time.monotonic() > deadline:
+                raise DeadlineError(f"{found} of {num_nodes} nodes joined {address} within {timeout_s:.0f} s; start Ray on the others")
+            time.sleep(POLL_S)
     finally:
         ray.shutdown()
-
-
-def _await_nodes(address: str, num_nodes: int, *, timeout_s: float) -> None:
-    import ray
-
-    deadline = time.monotonic() + timeout_s
-    told = None
-    while True:
-        try:
-            if not ray.is_initialized():
-                ray.init(address=address, log_to_driver=False, logging_level="error")
-            found = sum(node["Alive"] and node["Resources"].get("GPU", 0) > 0 for node in ray.nodes())
-        except ConnectionError:
-            found = 0
-        if found != told:
-            print(f"nodes with GPUs at {address}: {found} of {num_nodes}", flush=True)
-            told = found
-        if found >= num_nodes:
-            return
-        if time.monotonic() > deadline:
-            raise DeadlineError(f"{found} of {num_nodes} nodes joined {address} within {timeout_s:.0f} s; start Ray on the others")
-        time.sleep(POLL_S)
 
 
 if __name__ == "__main__":

@@ -1,37 +1,30 @@
-"""The nodes of a Ray cluster: their resources, and a reserved place for every process before the
-start.
-"""
+"""The nodes of a Ray cluster: their resources, and a reserved place for every process before the start."""
 
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megatron_rl.config.gpus import GPUS
 from megatron_rl.config.settings import ClusterSettings
 from megatron_rl.errors import DeadlineError, UserError, counted
 from megatron_rl.runtime.placement import Needs, Placement, count_slots, match_bundles, place
 
-if TYPE_CHECKING:
-    from ray.util.placement_group import PlacementGroup
-
 DeviceKind = Literal["cpu", "cuda"]
 
 
 def cluster_device_kind() -> DeviceKind:
     """Device of the run: cuda when the Ray cluster has a GPU, else cpu."""
-    import ray
-
     return "cuda" if ray.cluster_resources().get("GPU", 0) > 0 else "cpu"
 
 
 def cluster_capability() -> tuple[int, int]:
-    """Return the compute capability of the run's GPUs, by Ray's GPU name, this machine, or
-    Hopper's.
-    """
-    import ray
-
+    """Return the compute capability of the run's GPUs, by Ray's GPU name, this machine, or Hopper's."""
     # torch, whose import an engine's process should not wait for.
     from megatron_rl.device import local_capability
 
@@ -41,12 +34,7 @@ def cluster_capability() -> tuple[int, int]:
 
 
 def enter_directory(directory: Path) -> None:
-    """Work in the driver's directory, so that relative paths mean the same on every node.
-
-    Raises UserError for a missing directory.
-    """
-    import ray
-
+    """Work in the driver's `directory`, which relative paths start from. Raises UserError when it is missing."""
     if not directory.is_dir():
         raise UserError(
             f"{ray.util.get_node_ip_address()} has no directory {directory}, from which this run was started and to which its relative "
@@ -56,26 +44,13 @@ def enter_directory(directory: Path) -> None:
 
 
 def own_gpus() -> tuple[str, ...]:
-    """Return the GPUs that Ray gave this process, by their names in CUDA_VISIBLE_DEVICES.
-
-    Names are numbers, or UUIDs of GPUs or of MIG parts of a GPU.
-    """
-    import ray
-
+    """Return the GPUs that Ray gave this process, as in CUDA_VISIBLE_DEVICES: numbers, or UUIDs (also of MIG parts)."""
     return tuple(map(str, ray.get_gpu_ids()))
 
 
 def gpu_order(gpus: Sequence[str]) -> list[tuple[int, str]]:
     """Return a sort key of GPUs: 9 before 10, and UUIDs, without a place, in a stable order."""
     return [(int(gpu), "") if gpu.isdecimal() else (-1, gpu) for gpu in gpus]
-
-
-def no_gpu(gpu: str, where: str) -> str:
-    """Return a sentence for a GPU run without a GPU."""
-    return (
-        f"runtime.cluster.gpu is {gpu}, but {where} has no GPU; start the run on GPU nodes or give the address of their Ray cluster "
-        f"(--ray-address), or look at its plan alone with --check --config-only"
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +62,7 @@ class Reservation:
     """
 
     placement: Placement
-    group: "PlacementGroup"
+    group: PlacementGroup
     bundles: tuple[int, ...]
     device_kind: DeviceKind
     variables: Mapping[str, str]
@@ -104,8 +79,6 @@ class Reservation:
         return self._options(node, num_cpus=int(own or gpus), num_gpus=placement.needs.slots_per_engine if own and gpus else 0)
 
     def _options(self, node: int, *, num_cpus: int, num_gpus: int) -> dict[str, Any]:
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
         strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.bundles[node])
         options = {"num_cpus": num_cpus, "num_gpus": num_gpus, "scheduling_strategy": strategy}
         return options | ({"runtime_env": {"env_vars": dict(self.variables)}} if self.variables else {})
@@ -114,20 +87,17 @@ class Reservation:
 def reserve(
     needs: Needs, *, cluster: ClusterSettings, device_kind: DeviceKind, timeout_s: float, variables: Mapping[str, str] | None = None
 ) -> Reservation:
-    """Place everything on the nodes of the Ray cluster and reserve the slots until the process
-    leaves Ray.
+    """Place everything on the nodes of the Ray cluster and reserve the slots until the process leaves Ray.
 
-    A call to release them would block where Ray's control service is gone.
-
-    `variables` of the environment are set in every process there.
+    A call to release them would block where Ray's control service is gone. `variables` of the
+    environment are set in every process there.
 
     Raises:
         UserError: the cluster has not enough nodes, CPUs or GPUs, with the arithmetic.
         DeadlineError: other users hold the slots.
     """
-    from ray.util.placement_group import placement_group
-
-    nodes = usable_nodes(_slots_of_nodes(needs.unit), cluster, unit=needs.unit)
+    slots = [int(node["Resources"].get(needs.unit, 0)) for node in ray.nodes() if node["Alive"]]
+    nodes = usable_nodes(slots, cluster, unit=needs.unit)
     placement = place(needs, nodes=nodes)
     # One bundle for all processes of a node: nothing else could keep groups of ranks together, whatever order Ray fills nodes in.
     group = placement_group([_bundle(placement, node) for node in range(len(placement.nodes))], strategy="STRICT_SPREAD")
@@ -141,10 +111,7 @@ def reserve(
 
 
 def usable_nodes(slots: list[int], cluster: ClusterSettings, *, unit: str) -> list[int]:
-    """Return the slots of the nodes to use, largest first, of nodes that have `slots`.
-
-    Raises UserError when there are fewer than runtime.cluster says.
-    """
+    """Return the slots of the nodes to use, largest first. Raises UserError for fewer than runtime.cluster says."""
     largest_first = sorted((number for number in slots if number), reverse=True)
     if cluster.gpus_per_node is not None and unit == "GPU":
         enough = [cluster.gpus_per_node for number in largest_first if number >= cluster.gpus_per_node]
@@ -164,12 +131,6 @@ def usable_nodes(slots: list[int], cluster: ClusterSettings, *, unit: str) -> li
     return largest_first[: cluster.num_nodes]
 
 
-def _slots_of_nodes(unit: str) -> list[int]:
-    import ray
-
-    return [int(node["Resources"].get(unit, 0)) for node in ray.nodes() if node["Alive"]]
-
-
 def _bundle(placement: Placement, node: int) -> dict[str, float]:
     share = placement.nodes[node]
     if placement.needs.unit == "CPU":
@@ -177,11 +138,8 @@ def _bundle(placement: Placement, node: int) -> dict[str, float]:
     return {"CPU": float(share.processes), "GPU": float(share.slots)}
 
 
-def _bundle_addresses(group: "PlacementGroup") -> list[tuple[str, str]]:
+def _bundle_addresses(group: PlacementGroup) -> list[tuple[str, str]]:
     """(IP address, node id) of every bundle, in order."""
-    import ray
-    from ray.util.placement_group import placement_group_table
-
     address = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     nodes = placement_group_table(group)["bundles_to_node_id"]
     return [(address[nodes[bundle]], nodes[bundle]) for bundle in range(len(nodes))]

@@ -6,7 +6,7 @@ once, but neither the optimizer nor the key-value cache, so that the four never 
 separate devices for engines has no phases.
 """
 
-from collections.abc import Coroutine
+from collections.abc import Collection, Coroutine
 from enum import Enum
 from typing import Any, TypeAlias
 
@@ -28,22 +28,12 @@ class Phase(Enum):
     SYNC = (("parameters",), ("weights",))
     GENERATION = ((), ENGINE_PARTS)
 
-    @property
-    def trainer_parts(self) -> frozenset[Part]:
-        """Parts of the trained models."""
-        return frozenset(self.value[0])
-
-    @property
-    def engine_parts(self) -> frozenset[EnginePart]:
-        """Parts of the engines' memory."""
-        return frozenset(self.value[1])
+    def __init__(self, trainer_parts: Collection[Part], engine_parts: Collection[EnginePart]) -> None:
+        self.trainer_parts, self.engine_parts = frozenset(trainer_parts), frozenset(engine_parts)
 
 
 class SharedDevices:
-    """Phases of shared devices, on which engines have just been started while the trainer was away.
-
-    Engines have `timeout_s` seconds.
-    """
+    """Devices on which engines have just started while the trainer was away; engines have `timeout_s` to answer."""
 
     def __init__(self, ranks: TrainerGroup, engines: Engines, *, watchdog: Watchdog, timeout_s: float = SYNC_S) -> None:
         self._ranks, self._engines, self._watchdog, self._timeout_s = ranks, engines, watchdog, timeout_s
@@ -55,10 +45,7 @@ class SharedDevices:
         return (self._trainer_parts, self._engine_parts) != (phase.trainer_parts, phase.engine_parts)
 
     def take(self, phase: Phase) -> None:
-        """Free everything that `phase` does not need, then allocate the needed parts.
-
-        So the devices never hold more than one side and a half.
-        """
+        """Free what `phase` does not need, then allocate the rest: never more than one side and a half at once."""
         assert phase is not Phase.GENERATION or "weights" in self._engine_parts, "released weights come back empty: a sync goes first"
         if leaving := self._trainer_parts - phase.trainer_parts:
             self._ranks.call("put_away", leaving)

@@ -31,9 +31,7 @@ DESCRIPTION, WEIGHTS = "engine-model", "engine-weights"
 
 @dataclass(frozen=True, slots=True)
 class EngineModel:
-    """The Hugging Face directory of the engines, with weights to load unless `has_weights` is
-    False.
-    """
+    """The Hugging Face directory of the engines, with weights to load unless `has_weights` is False."""
 
     path: Path
     has_weights: bool = True
@@ -58,10 +56,7 @@ def planned_model(model: Path, *, directory: Path, sglang: Mapping[str, Any]) ->
 
 
 def make_model(path: Path, *, directory: Path, sglang: Mapping[str, Any], dtype: str, note: Callable[[str], None]) -> EngineModel:
-    """Return the model of a training run's engines, with weights of `dtype`.
-
-    Writes the description if needed, and reports to `note`. Raises UserError.
-    """
+    """Make what `planned_model` plans, for weights of `dtype`, and report it to `note`. Raises UserError."""
     model = planned_model(path, directory=directory, sglang=sglang)
     if model.path != path:
         describe_hf(model.path, source=path, dtype=DTYPES[dtype])

@@ -31,11 +31,7 @@ HEALTH_INTERVAL_S = 0.5
 
 @ray.remote(concurrency_groups={"watch": 1})
 class EngineWorker:
-    """One SGLang server, a child process of this actor, on the GPUs that Ray gave or on
-    `shared_gpus`.
-
-    `shared_gpus` are those of ranks beside the engine.
-    """
+    """One SGLang server, a child of this actor, on the GPUs that Ray gave or on those of ranks, `shared_gpus`."""
 
     def __init__(self, make_engine: Callable[..., Engine], *, directory: Path, shared_gpus: tuple[str, ...] = ()) -> None:
         enter_directory(directory)
@@ -44,11 +40,7 @@ class EngineWorker:
 
     @ray.method(concurrency_group="watch")
     def watch(self) -> None:
-        """Return when the engine was stopped on purpose; raise with the tail of the log when it
-        died.
-
-        Runs beside the other calls.
-        """
+        """Return when the engine was stopped on purpose; raise with the tail of the log when it died."""
         while not self._stopping:
             self._engine.check()
             time.sleep(HEALTH_INTERVAL_S)
@@ -109,9 +101,7 @@ class EngineGroup:
         return addresses
 
     def watch(self, addresses: Sequence[EngineAddress], *, goes_on: Callable[[EngineAddress, Exception], bool]) -> None:
-        """Watch every engine from now on; `goes_on` decides if the run continues after an engine's
-        death.
-        """
+        """Watch every engine from now on; `goes_on` decides if the run continues after an engine's death."""
         for number, (worker, address) in enumerate(zip(self._workers, addresses, strict=True)):
             self._watchdog.watch(f"engine {number}", worker.watch.remote().future(), goes_on=partial(goes_on, address))
 

@@ -44,9 +44,7 @@ class Grace:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Record a signal; raise SystemExit for a first request without deferral and for a second
-        one.
-        """
+        """Record a signal; raise SystemExit for a first request without deferral and for a second one."""
         known = max(self._counts.values(), default=0)
         self._counts[number in ENDING] += 1
         if max(self._counts.values()) == known or known > 1:
@@ -75,9 +73,7 @@ def _leave(number: int) -> NoReturn:
 
 @contextmanager
 def finishing_first() -> Iterator[None]:
-    """Defer the first request to end while the body runs, in the main thread of a process with a
-    Grace.
-    """
+    """Defer the first request to end while the body runs, in the main thread of a process with a Grace."""
     grace = signal.getsignal(signal.SIGTERM)
     if threading.current_thread() is not threading.main_thread() or not isinstance(grace, Grace):
         yield

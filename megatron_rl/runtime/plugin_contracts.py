@@ -46,10 +46,7 @@ NO_ARGS: Mapping[str, Any] = MappingProxyType({})
 def check(
     path: str, kind: PluginKind, args: Mapping[str, Any] = NO_ARGS, *, tokenizer: "PreTrainedTokenizerBase | None" = None
 ) -> Iterator[Check]:
-    """Try the plug-in at `path`, with `args`, on each promise of its kind's contract in order.
-
-    A rollout gets `tokenizer`, a model's, or NumberTokenizer for None.
-    """
+    """Try the plug-in at `path` on each promise of its kind; a rollout with a model's `tokenizer`, if given."""
     try:
         load(path, kind=kind, args=args)
     except UserError as error:
@@ -188,13 +185,13 @@ def _data_source_attempts(path: str, args: Mapping[str, Any]) -> Attempts:
     def opened() -> OwnRows:
         return OwnRows(settings=settings, seed=7, need_response=False)
 
-    def contents(rows: Sequence[tuple[str, Row]]) -> list[Row]:
-        return [row for _, row in rows]
+    def taken(source: OwnRows, *counts: int) -> list[Row]:
+        return [row for count in counts for _, row in source.take(count)]
 
     expected: list[Row] = []
 
     def rows() -> None:
-        expected.extend(contents(opened().take(NUM_PROBE_ROWS)))
+        expected.extend(taken(opened(), NUM_PROBE_ROWS))
 
     def same(got: Sequence[Row], what: str, fix: str) -> None:
         for number, (row, other) in enumerate(zip(got, expected, strict=True)):
@@ -202,18 +199,16 @@ def _data_source_attempts(path: str, args: Mapping[str, Any]) -> Attempts:
                 raise UserError(f"data.source {path} gave row {number} as {row.prompt!r:.60} {what}, was {other.prompt!r:.60}; {fix}")
 
     def same_seed() -> None:
-        same(contents(opened().take(NUM_PROBE_ROWS)), "with the same seed", "draw from numpy.random.default_rng(seed)")
+        same(taken(opened(), NUM_PROBE_ROWS), "with the same seed", "draw from numpy.random.default_rng(seed)")
 
     def any_count() -> None:
-        source = opened()
-        parts = [source.take(count) for count in (1, 3, NUM_PROBE_ROWS - 4)]
-        same(contents([row for part in parts for row in part]), "when fewer are asked for at once", "let a row follow from its number")
+        same(taken(opened(), 1, 3, NUM_PROBE_ROWS - 4), "when fewer are asked for at once", "let a row follow from its number")
 
     def resumed() -> None:
         source, other = opened(), opened()
-        before = source.take(3)
+        before = taken(source, 3)
         other.restore(json.loads(json.dumps(source.state())))
-        same(contents([*before, *other.take(NUM_PROBE_ROWS - 3)]), "after state and restore", "keep in state all that rows follow from")
+        same([*before, *taken(other, NUM_PROBE_ROWS - 3)], "after state and restore", "keep in state all that rows follow from")
 
     yield "rows can be used as the lines of a data file are", rows
     yield "the same seed gives the same rows", same_seed

@@ -25,7 +25,9 @@ from megatron_rl.config.settings import (
     ModelSettings,
     RewardSettings,
     RolloutSettings,
+    RunSettings,
     RuntimeSettings,
+    SamplingSettings,
     Settings,
     TopologySettings,
     TrainingSettings,
@@ -44,7 +46,6 @@ from megatron_rl.process_variables import interface_names
 from megatron_rl.rewards.runner import RewardRunner
 from megatron_rl.rollout.groups import load_rollout
 from megatron_rl.rollout.rollout_trial import RolloutTrial
-from megatron_rl.runtime.cluster import no_gpu
 from megatron_rl.runtime.engine_model import planned_model
 from megatron_rl.runtime.placement import Placement
 from megatron_rl.runtime.plugin_contracts import require
@@ -57,7 +58,7 @@ with quiet_megatron_imports():
     from megatron_rl.models.read_spec import read_model_spec
     from megatron_rl.models.weight_table import tensor_shapes
     from megatron_rl.runtime.resumption import resumption_checks
-    from megatron_rl.runtime.target import Target, find_target
+    from megatron_rl.runtime.target import Target, find_target, no_gpu
     from megatron_rl.training.critic import critic_optimizer
     from megatron_rl.training.model_check import check_layout, check_model, check_tokens
     from megatron_rl.training.optimizer import make_configs
@@ -107,7 +108,10 @@ def preflight(settings: Settings, *, resume: bool = False, probe: bool = True) -
     else:
         checks += [partial(check_is_data_file, path) for path in (data.train, data.eval) if path is not None]
         checks += [] if settings.supervised else [partial(_check_reward, settings.reward)]
-    checks.append(partial(_check_resources, settings))
+    checks.append(partial(_check_disk, run, model.path, has_critic=settings.objective.has_critic))
+    if runtime.ray_address is None and local_device().kind == "cpu":
+        engines = 0 if settings.supervised else settings.rollout.num_engines
+        checks.append(partial(_check_cpu_memory, model, settings.training, settings.objective, num_engines=engines))
     if runtime.ray_address is not None and not probe:
         checks.append(partial(check_answers, runtime.ray_address))
     if settings.rollout.function is not None and not settings.supervised:
@@ -140,7 +144,7 @@ def preflight_config(settings: Settings) -> list[str]:
 def _config_checks(settings: Settings, target: Target) -> Checks:
     training, rollout = settings.training, settings.rollout
     checks: Checks = [
-        partial(_check_model, settings, target),
+        partial(_check_model, settings.model, training, target),
         partial(_check_objective, settings.objective),
         partial(_check_optimizer, training, model_dtype(settings.model, target.device), has_critic=settings.objective.has_critic),
         partial(_check_placement, target, training.topology, num_nodes=settings.runtime.cluster.num_nodes),
@@ -148,8 +152,9 @@ def _config_checks(settings: Settings, target: Target) -> Checks:
     if target.device.kind == "cuda":
         checks.append(partial(check_on_gpus, settings))
     if not settings.supervised:
-        directory, replays = settings.run.directory, training.routing_replay
-        checks.append(partial(_check_rollout, rollout, settings.model.path, directory=directory, replays=replays))
+        path, directory = settings.model.path, settings.run.directory
+        checks.append(partial(_check_rollout, rollout, path, directory=directory, replays=training.routing_replay))
+        checks.append(partial(_check_tokens, path, prompt=settings.data.max_prompt_tokens, sampling=rollout.sampling))
     return checks
 
 
@@ -187,19 +192,19 @@ def check_run_directory(directory: Path, *, resume: bool) -> list[str]:
     return [f"there is nothing to resume in {directory}: a new run starts"] if resume and not present else []
 
 
-def _check_model(settings: Settings, target: Target) -> None:
-    model, training = settings.model, settings.training
+def _check_model(model: ModelSettings, training: TrainingSettings, target: Target) -> None:
     dtype = model_dtype(model, target.device)
     spec = read_model_spec(model.path)
     check_model(model, training, spec, dtype=dtype, attention=target.attention(model, spec, cp=training.topology.cp))
-    if not settings.supervised:
-        prompt, sampling = settings.data.max_prompt_tokens, settings.rollout.sampling
-        check_tokens(spec, path=model.path, max_prompt_tokens=prompt, sampling=sampling)
     if model.teacher is not None:
         teacher = read_teacher_spec(model.teacher)
         check_layout(Topology.of(training.topology), teacher, model.megatron)
         attention = target.attention(model, teacher, cp=training.topology.cp)
         teacher_config(model, training.topology, teacher, dtype=dtype, attention=attention)
+
+
+def _check_tokens(model: Path, *, prompt: int, sampling: SamplingSettings) -> None:
+    check_tokens(read_model_spec(model), path=model, max_prompt_tokens=prompt, sampling=sampling)
 
 
 def _check_teacher(model: ModelSettings) -> list[str]:
@@ -327,19 +332,17 @@ def _idle_nodes(placement: Placement, *, asked: int) -> str:
     return f"runtime.cluster.num_nodes is {asked}, but the run fills {filled}: {asked - filled} would stay idle; {fix}"
 
 
-def _check_resources(settings: Settings) -> list[str]:
-    run, model, objective = settings.run, settings.model, settings.objective
-    parameters = _num_parameters(model.path)
-    checkpoint_bytes = parameters * (OPTIMIZER_BYTES + 4) * (2 if objective.has_critic else 1)
-    notes = check_disk(run.directory, checkpoint_bytes=checkpoint_bytes, keep=run.keep_checkpoints)
-    if settings.runtime.ray_address is not None or local_device().kind == "cuda":
-        return notes
+def _check_disk(run: RunSettings, model: Path, *, has_critic: bool) -> list[str]:
+    checkpoint_bytes = _num_parameters(model) * (OPTIMIZER_BYTES + 4) * (2 if has_critic else 1)
+    return check_disk(run.directory, checkpoint_bytes=checkpoint_bytes, keep=run.keep_checkpoints)
+
+
+def _check_cpu_memory(model: ModelSettings, training: TrainingSettings, objective: Objective, *, num_engines: int) -> list[str]:
     teacher = model.teacher if objective.distillation_coef else None
     # Another check reports a missing directory.
     asked = _num_parameters(teacher) if teacher is not None and teacher.is_dir() else 0
-    engines, available = 0 if settings.supervised else settings.rollout.num_engines, available_memory_bytes()
-    memory = partial(check_cpu_memory, settings.training, objective, num_engines=engines, available=available)
-    return notes + memory(parameters=parameters, teacher_parameters=asked)
+    sizes = {"parameters": _num_parameters(model.path), "teacher_parameters": asked, "available": available_memory_bytes()}
+    return check_cpu_memory(training, objective, num_engines=num_engines, **sizes)
 
 
 def _num_parameters(model: Path) -> int:

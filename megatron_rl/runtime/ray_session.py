@@ -7,7 +7,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -30,10 +30,7 @@ LONGEST_SOCKET = "/session_2026-12-31_23-59-59_999999_4194304/sockets/plasma_sto
 
 
 def prepare_environment(settings: RuntimeSettings) -> None:
-    """Set the variables that Ray reads at import; call before the import.
-
-    No usage reports; a local Ray listens on loopback only.
-    """
+    """Set the variables that Ray reads at import: no usage reports, a local Ray on loopback only."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     # Ray's notes about GPU variables and token authentication would be the first lines a new user reads.
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
@@ -60,8 +57,7 @@ def prepare_environment(settings: RuntimeSettings) -> None:
 
 @contextmanager
 def ray_cluster(*, address: str | None, num_processes: int, logs: Path) -> "Iterator[Future[None]]":
-    """Open a Ray session: a local one that ends with the block, or the running cluster at
-    `address`.
+    """Open a Ray session: a local one, or the running cluster at `address`.
 
     All processes of a local session end with the block. A local session without a GPU has room for
     `num_processes`, however many CPUs the machine has. The session directory is private and removed
@@ -123,9 +119,7 @@ class _Session(threading.Thread):
         self.lost: Future[None] = Future()
 
     def open(self) -> None:
-        """Start Ray; raise the errors of the start, and DeadlineError when the start takes too
-        long.
-        """
+        """Start Ray; raise the errors of the start, and DeadlineError when the start takes too long."""
         self.start()
         # Not by the result, whose own error may be one of a deadline.
         if not wait([self._begun], timeout=self._timeout_s).done:
@@ -173,10 +167,7 @@ class _Session(threading.Thread):
 
 @contextmanager
 def _kept_logs(directory: Path, logs: Path) -> Iterator[None]:
-    """When the body fails, move the logs of the Ray session in `directory` to `logs`.
-
-    Logs of an earlier failure are replaced.
-    """
+    """When the body fails, copy the logs of the Ray session in `directory` to `logs`, in place of earlier ones."""
     try:
         yield
     except Exception:
@@ -188,10 +179,7 @@ def _kept_logs(directory: Path, logs: Path) -> Iterator[None]:
 
 @contextmanager
 def _own_signals() -> Iterator[None]:
-    """Keep this process's signal handlers.
-
-    Ray's core replaces handlers, prints C++ stacks and aborts.
-    """
+    """Keep this process's signal handlers: Ray's core replaces them, prints C++ stacks and aborts."""
     handlers = {number: signal.getsignal(number) for number in ENDING}
     try:
         yield
@@ -213,11 +201,7 @@ def _join(address: str) -> None:
 
 
 def _start_local(num_processes: int, directory: Path, before: set[psutil.Process]) -> None:
-    """Start Ray on this machine, with the session in `directory`.
-
-    Raises DeadlineError when Ray did not come up within RAY_START_S, and WorkerDiedError when a
-    process of Ray ended.
-    """
+    """Start Ray on this machine, with the session in `directory`. Raises DeadlineError and WorkerDiedError."""
     import ray
 
     with _waiting_for_the_node(before):
@@ -234,16 +218,12 @@ def _start_local(num_processes: int, directory: Path, before: set[psutil.Process
 
 
 class _EndedError(Exception):
-    """A process of Ray ended.
-
-    No RuntimeError, because Ray takes a RuntimeError for "no node yet".
-    """
+    """A process of Ray ended. No RuntimeError, because Ray takes a RuntimeError for "no node yet"."""
 
 
 @contextmanager
 def _waiting_for_the_node(before: set[psutil.Process]) -> Iterator[None]:
-    """Let Ray's node come up as late as RAY_START_S; notice at once when a process of the node
-    ends.
+    """Let Ray's node come up as late as RAY_START_S; notice at once when one of its processes ends.
 
     Processes of the node are the children not in `before`. Ray (2.9 to 2.60 at least) asks for the
     node with `services.get_node` and gives up after 30 s. No setting changes the 30 s, and a
@@ -259,9 +239,9 @@ def _waiting_for_the_node(before: set[psutil.Process]) -> Iterator[None]:
             try:
                 return ask(*arguments)
             except RuntimeError as error:
-                ended = _ended_names(set(psutil.Process().children()) - before)
-                if ended:
-                    raise _EndedError(ended[0]) from error
+                for child in set(psutil.Process().children()) - before:
+                    if child.is_running() and child.status() == psutil.STATUS_ZOMBIE:
+                        raise _EndedError(child.name()) from error
                 if time.monotonic() > deadline:
                     raise DeadlineError(
                         f"Ray's node did not come up within {RAY_START_S:.0f} s; the machine has a load of {os.getloadavg()[0]:.0f} on "
@@ -278,17 +258,11 @@ def _waiting_for_the_node(before: set[psutil.Process]) -> Iterator[None]:
         services.get_node = ask
 
 
-def _ended_names(children: "set[psutil.Process]") -> Sequence[str]:
-    return [child.name() for child in children if child.is_running() and child.status() == psutil.STATUS_ZOMBIE]
-
-
 def _started(before: set[psutil.Process]) -> list[psutil.Process]:
     """Return the children of this process that are not in `before`, with all their descendants."""
-    return [process for root in set(psutil.Process().children()) - before for process in (root, *_descendants(root))]
-
-
-def _descendants(process: psutil.Process) -> list[psutil.Process]:
-    try:
-        return process.children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
+    found = []
+    for root in set(psutil.Process().children()) - before:
+        found.append(root)
+        with suppress(psutil.NoSuchProcess):
+            found += root.children(recursive=True)
+    return found

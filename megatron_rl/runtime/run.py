@@ -25,7 +25,7 @@ from megatron_rl.checkpoints.run_checkpoints import (
     oldest_step,
 )
 from megatron_rl.config.derived import request_deadline_s, reward_workers, sync_deadline_s
-from megatron_rl.config.settings import Settings
+from megatron_rl.config.settings import ModelSettings, RewardSettings, RolloutSettings, Settings
 from megatron_rl.deadlines import ENGINE_CONTROL_S
 from megatron_rl.errors import CheckpointError, DeadlineError, MegatronRLError, UserError, counted
 from megatron_rl.observe.console import PhaseProgress
@@ -50,60 +50,50 @@ class Run(ABC):
 
     def __init__(self, settings: Settings, *, ranks: TrainerGroup, records: RunRecords, devices: SharedDevices | None = None) -> None:
         """`devices` are shared by ranks and engines, if at all."""
-        self._settings, self._ranks, self._devices = settings, ranks, devices
-        self._records = records
-        self._directory_identity = _identity(settings.run.directory)
+        self._settings, self._ranks, self._devices, self._records = settings, ranks, devices, records
+        self.num_steps, self._directory = settings.run.num_steps, settings.run.directory
+        """Rollout batches in all, and the run's output."""
+        self._directory_identity = _identity(self._directory)
         self._checkpoints = CheckpointWriter(settings.run, ranks=ranks)
         self._trained_steps = self._saved_steps = 0
         self._ranks_are_idle = False
         """During waits for samples."""
 
-    # Differences between runs
+    # Differences between runs; those that only return are for runs with engines
 
-    @abstractmethod
     def begin(self, *, step: int) -> None:
         """Prepare the first step, the one after `step` steps."""
+        return
 
     @abstractmethod
     def _make_batch(self, step: int, *, progress: PhaseProgress) -> tuple[TrainBatch, dict[str, Metric]]:
         """Return the sequences of this step, and metrics of the rollout."""
 
-    @abstractmethod
     def publish(self, *, version: int) -> None:
         """Give the trainer's weights to the engines, if any."""
+        return
 
-    @abstractmethod
     def evaluate(self) -> None:
-        """Evaluate the present weights."""
+        """Evaluate the present weights, where engines answer held-out prompts."""
+        return
 
     @abstractmethod
     def _position(self, *, step: int) -> dict[str, Any]:
-        """Return the data cursor after `step` steps as JSON values, already on disk.
-
-        The next step may have a batch already.
-        """
+        """Return the data cursor after `step` steps as JSON, on disk; the next step may have a batch already."""
 
     @abstractmethod
     def _rewind(self, *, step: int, position: dict[str, Any] | None) -> tuple[str, ...]:
-        """Continue where the checkpoint after `step` steps stood; None: at the start of the data, before any checkpoint.
+        """Continue from the checkpoint after `step` steps, None: from the first row. Returns sentences for the user."""
 
-        Returns what the user has to know, in sentences.
-        """
-
-    @abstractmethod
     def _forget(self, *, before_step: int) -> None:
         """Free what only a checkpoint older than `before_step` could come back to."""
+        return
 
-    @abstractmethod
     def _stop_batches(self, error: BaseException) -> None:
         """Stop making batches because `error` ends the run; the final save must not wait."""
+        return
 
     # The loop
-
-    @property
-    def num_steps(self) -> int:
-        """Rollout batches in all."""
-        return self._settings.run.num_steps
 
     def next_batch(self, step: int) -> TrainBatch:
         """Return the sequences of this step. Raises UserError when the run directory is gone."""
@@ -127,20 +117,18 @@ class Run(ABC):
         """Return True where a checkpoint or an export is due."""
         return self._checkpoints.checkpoint_is_due(step + 1) or self._checkpoints.export_is_due(step + 1)
 
-    def save(self, *, step: int) -> None:
-        """Begin the save that is due after `step` steps; see `CheckpointWriter`. Raises as `next_batch`.
+    def save(self, *, step: int, at_the_end: bool = False) -> None:
+        """Begin the save that is due after `step` steps, `at_the_end` a checkpoint; see `CheckpointWriter`.
 
         Writing continues while the run goes on. The save is in place at the latest when the next
-        one begins or the run ends. Raises UserError when the previous save could not be written.
+        one begins or the run ends. Raises UserError as `next_batch`, and when the previous save
+        could not be written.
         """
-        self._save(step, checkpoint=self._checkpoints.checkpoint_is_due(step))
-
-    def _save(self, step: int, *, checkpoint: bool) -> None:
         self._check_directory()
         self._finish_save()
         self._take_devices(Phase.TRAINING)
         with finishing_first(), self._records.phase("save"):
-            if not checkpoint:
+            if not (at_the_end or self._checkpoints.checkpoint_is_due(step)):
                 self._checkpoints.begin_export(step)
                 return
             metrics, position = self._records.so_far(durable=True), self._position(step=step)
@@ -149,16 +137,13 @@ class Run(ABC):
             self._saved_steps = step
 
     def _finish_save(self, *, waits: bool = True) -> None:
-        """Put the pending save, if any, in its place; unless it `waits`, only a written one.
-
-        Until then a killed run goes back to the previous checkpoint.
-        """
+        """Put the pending save in its place, without `waits` only a written one; a kill before loses it."""
         if not (self._checkpoints.is_writing if waits else self._checkpoints.is_written()):
             return
         self._check_directory()
         with finishing_first(), self._records.phase("save"):
             self._records.say(*self._checkpoints.finish())
-            self._forget(before_step=oldest_step(self.directory))
+            self._forget(before_step=oldest_step(self._directory))
 
     def evaluates_after(self, step: int) -> bool:
         """Return True for every eval_interval-th step and the last."""
@@ -178,21 +163,16 @@ class Run(ABC):
 
     # The run directory
 
-    @property
-    def directory(self) -> Path:
-        """Output directory of the run."""
-        return self._settings.run.directory
-
     def _has_its_directory(self) -> bool:
         """Return False where the run directory was deleted, moved or replaced by another one."""
-        return (self.directory / SETTINGS_FILE).exists() and _identity(self.directory) == self._directory_identity
+        return (self._directory / SETTINGS_FILE).exists() and _identity(self._directory) == self._directory_identity
 
     def _check_directory(self) -> None:
         """Raise UserError when the run's output would no longer be kept."""
         if not self._has_its_directory():
-            happened = "replaced by another directory" if self.directory.exists() else "deleted or moved"
+            happened = "replaced by another directory" if self._directory.exists() else "deleted or moved"
             raise UserError(
-                f"run.directory {self.directory} was {happened} while the run was going, so that nothing it makes would be kept; "
+                f"run.directory {self._directory} was {happened} while the run was going, so that nothing it makes would be kept; "
                 f"start it again in a directory that stays"
             )
 
@@ -203,9 +183,9 @@ class Run(ABC):
 
         Raises CheckpointError where the run cannot go on from there.
         """
-        for path in incomplete_checkpoints(self.directory):
+        for path in incomplete_checkpoints(self._directory):
             self._records.say(f"{path} is not complete and is passed over; it can be deleted")
-        found = newest_checkpoint(self.directory)
+        found = newest_checkpoint(self._directory)
         if found is None:
             self._records.say(*self._rewind(step=0, position=None))
             return 0
@@ -213,7 +193,7 @@ class Run(ABC):
         self._take_devices(Phase.TRAINING)
         with self._records.phase("load"):
             try:
-                with naming_the_way_around(self.directory):
+                with naming_the_way_around(self._directory):
                     changes = self._ranks.load(path / "megatron", weights_only=weights_only)
                 notes = self._rewind(step=state.step, position=state.source)
             except UserError as error:
@@ -250,7 +230,7 @@ class Run(ABC):
                 # checkpoint.
                 self._ranks.check_answers()
             if self._saves_at_the_end(error) and self._trained_steps > self._saved_steps:
-                self._save(self._trained_steps, checkpoint=True)
+                self.save(step=self._trained_steps, at_the_end=True)
             self._finish_save()
         except (MegatronRLError, RayError, OSError, RuntimeError, ValueError) as second:
             self._records.say(f"the checkpoint of step {max(self._trained_steps, self._saved_steps)} is lost: {second}")
@@ -280,6 +260,7 @@ class RolloutRun(Run):
     ) -> None:
         super().__init__(settings, ranks=ranks, records=records, devices=devices)
         self._manager, self._sync, self._dtype, self._watchdog = manager, sync, dtype, watchdog
+        self._generation_deadline_s = partial(generation_deadline_s, settings.model, settings.rollout, settings.reward)
         records.follow("rollout", lambda: manager.busy_s)
 
     def _wait(self, work: Coroutine[Any, Any, Result], *, name: str, timeout_s: float = ENGINE_CONTROL_S) -> Result:
@@ -312,7 +293,7 @@ class RolloutRun(Run):
     def _make_batch(self, step: int, *, progress: PhaseProgress) -> tuple[TrainBatch, dict[str, Metric]]:
         data = self._settings.data
         rounds = MAX_RESAMPLING_ROUNDS if self._settings.objective.zero_variance == "resample" else 1
-        timeout_s = rounds * generation_deadline_s(self._settings, num_samples=data.prompts_per_step * data.samples_per_prompt)
+        timeout_s = rounds * self._generation_deadline_s(num_samples=data.prompts_per_step * data.samples_per_prompt)
         making = self._manager.next_batch(step, progress=progress)
         batch, metrics = self._wait_for_samples(making, name=f"rollout of step {step + 1}", timeout_s=timeout_s)
         renewed = metric_values(metrics)["rollout/renewed_groups"]
@@ -346,7 +327,7 @@ class RolloutRun(Run):
             return
         self._take_devices(Phase.GENERATION)
         with self._records.phase("eval", total=2 * num_prompts, unit="prompts") as progress:
-            timeout_s = 2 * generation_deadline_s(self._settings, num_samples=num_prompts)
+            timeout_s = 2 * self._generation_deadline_s(num_samples=num_prompts)
             metrics = self._wait_for_samples(self._manager.evaluate(progress=progress), name="evaluation", timeout_s=timeout_s)
         self._records.add_evaluation(metrics)
 
@@ -367,16 +348,17 @@ class RolloutRun(Run):
         self._wait(self._manager.forget(before_step=before_step), name="pruning the buffer")
 
 
-def generation_deadline_s(settings: Settings, *, num_samples: int, num_workers: int | None = None) -> float:
+def generation_deadline_s(
+    model: ModelSettings, rollout: RolloutSettings, reward: RewardSettings, *, num_samples: int, num_workers: int | None = None
+) -> float:
     """Return the deadline in seconds for `num_samples` trajectories with rewards.
 
     Every call is assumed to keep its own deadline. One wave more than the samples fill is allowed,
     because groups end unevenly and a baseline may be generated first. `num_workers` score rewards,
     by default this machine's.
     """
-    rollout, reward = settings.rollout, settings.reward
     waves = 1 + math.ceil(num_samples / (rollout.num_engines * rollout.max_concurrent_requests))
-    wave_s = max(request_deadline_s(settings.model, rollout.sampling), ATTEMPTS * (rollout.timeout_s + CANCEL_S))
+    wave_s = max(request_deadline_s(model, rollout.sampling), ATTEMPTS * (rollout.timeout_s + CANCEL_S))
     return waves * wave_s + math.ceil(num_samples / (num_workers or reward_workers())) * reward.timeout_s
 
 

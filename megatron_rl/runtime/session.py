@@ -15,7 +15,7 @@ from typing import Any
 from megatron_rl.checkpoints.run_checkpoints import SETTINGS_FILE, newest_checkpoint
 from megatron_rl.config.derived import dtype_name
 from megatron_rl.config.load import dump_settings
-from megatron_rl.config.settings import Settings
+from megatron_rl.config.settings import ModelSettings, Settings
 from megatron_rl.data.buffer import BUFFER_FILE
 from megatron_rl.device import chosen_row_maths, quiet_megatron_imports
 from megatron_rl.errors import CheckpointError, MegatronRLError, ResumableError, WorkerDiedError
@@ -63,7 +63,11 @@ def train(settings: Settings, *, resume: bool, weights_only: bool = False) -> No
                 start = RunStart(settings, stack, report)
                 make_run = start.supervised(resume=resume) if settings.supervised else start.with_engines(resume=resume)
             console.say(str(report))
-            _say_choices(settings, console)
+            _say_choices(settings.model, cp=settings.training.topology.cp, console=console)
+            if not settings.supervised:
+                colocate, kind = settings.runtime.colocate, cluster_device_kind()
+                console.say(f"weight sync: {weight_sync(settings.weight_transport, settings.weights, colocate=colocate, device_kind=kind)}")
+                console.say(f"what the reward function prints is in {reward_log(directory)}")
             write_atomic(directory / SETTINGS_FILE, dump_settings(settings))
             # An earlier life of the run may have ended, but this one has not.
             (directory / SUMMARY_FILE).unlink(missing_ok=True)
@@ -86,33 +90,26 @@ def _columns(*, supervised: bool, keeps_reference: bool) -> tuple[Column, ...]:
 
 
 def _clean_up(console: RunConsole) -> None:
-    """Remove the leftovers of killed runs on this machine, and report the removal."""
     removed = remove_leftovers()
     if removed:
         console.say(f"removed what a run that was killed had left: {', '.join(removed)}")
 
 
-def _say_choices(settings: Settings, console: RunConsole) -> None:
-    """Print what this machine decides: attention, statistics of logits, weight transport."""
-    kind, model = cluster_device_kind(), settings.model
-    capability, cp = cluster_capability() if kind == "cuda" else None, settings.training.topology.cp
+def _say_choices(model: ModelSettings, *, cp: int, console: RunConsole) -> None:
+    """Print what this machine decides: attention and statistics of logits."""
+    kind = cluster_device_kind()
+    capability = cluster_capability() if kind == "cuda" else None
     attention = resolve_attention(model.attention, read_model_spec(model.path), overrides=model.megatron, cp=cp, capability=capability)
     dtype = dtype_name(model, device_kind=kind)
     console.say(
         f"attention: {attention_name(attention, model.megatron)}; "
         f"statistics of logits: {chosen_row_maths(kind, dtype)}, for {dtype} on {kind}"
     )
-    if not settings.supervised:
-        way = weight_sync(settings.weight_transport, settings.weights, colocate=settings.runtime.colocate, device_kind=kind)
-        console.say(f"weight sync: {way}")
-        console.say(f"what the reward function prints is in {reward_log(settings.run.directory)}")
 
 
 @contextmanager
 def _keeping_what_it_has(run: Run, console: RunConsole) -> Iterator[None]:
-    """Let the run write the results so far when the body raises; a failure here must not hide the
-    cause.
-    """
+    """Let the run write the results so far when the body raises; a failure here must not hide the cause."""
     try:
         yield
     except BaseException as error:
@@ -145,14 +142,11 @@ def _announcing_failure(console: RunConsole, directory: Path) -> Iterator[None]:
 
 
 def evaluate(settings: Settings) -> None:
-    """Evaluate the model at model.path on data.eval with engines alone; print and keep the result.
-
-    The result is kept with the samples in run.directory. Raises as `train`.
-    """
-    result, lines = settings.run.directory / EVALUATION_FILE, list[str]()
+    """Evaluate model.path on data.eval with engines alone; print the result, and keep it with the samples. Raises as `train`."""
+    result, kept = settings.run.directory / EVALUATION_FILE, list[dict[str, Any]]()
 
     def keep(kind: str, samples: Sequence[Sample]) -> None:
-        lines.extend(json.dumps(_sample_record(sample, kind=kind), ensure_ascii=False) for sample in samples)
+        kept.extend(_sample_record(sample, kind=kind) for sample in samples)
 
     with disk_errors(result):
         result.parent.mkdir(parents=True, exist_ok=True)
@@ -174,13 +168,13 @@ def evaluate(settings: Settings) -> None:
         console.say(str(report))
         num_prompts = len(manager.prompts.held_out)
         with console.phase("eval", total=2 * num_prompts, unit="prompts") as progress:
-            timeout_s = 2 * generation_deadline_s(settings, num_samples=num_prompts)
+            timeout_s = 2 * generation_deadline_s(settings.model, settings.rollout, settings.reward, num_samples=num_prompts)
             evaluation = manager.evaluate(progress=progress, keep=keep)
             metrics = start.watchdog.wait(evaluation, name="evaluation", owner="the engines", timeout_s=timeout_s)
         values = metric_values(metrics)
         for name, value in values.items():
             console.say(f"{name:<28} {value:.4f}")
-        write_atomic(result.with_suffix(".jsonl"), "".join(f"{line}\n" for line in lines))
+        write_atomic(result.with_suffix(".jsonl"), "".join(f"{json.dumps(record, ensure_ascii=False)}\n" for record in kept))
         about = {"model": str(settings.model.path), "data": str(settings.data.eval), "seed": settings.run.seed, "metrics": values}
         write_atomic(result, json.dumps(about, indent=2) + "\n")
         console.say(f"result   {result}\nsamples  {result.with_suffix('.jsonl')}")

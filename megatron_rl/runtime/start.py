@@ -30,7 +30,7 @@ from megatron_rl.observe.console import RunConsole
 from megatron_rl.observe.timing import PhaseTimer
 from megatron_rl.process_variables import shared_variables
 from megatron_rl.rollout.manager import RolloutManager
-from megatron_rl.runtime.cluster import Reservation, cluster_device_kind, no_gpu, reserve
+from megatron_rl.runtime.cluster import Reservation, cluster_device_kind, reserve
 from megatron_rl.runtime.colocation import Phase, SharedDevices
 from megatron_rl.runtime.engine_model import EngineModel, make_model
 from megatron_rl.runtime.engines import EngineGroup
@@ -39,6 +39,7 @@ from megatron_rl.runtime.preflight import check_on_gpus
 from megatron_rl.runtime.ray_session import ray_cluster
 from megatron_rl.runtime.run import RolloutRun, Run
 from megatron_rl.runtime.supervised_run import SupervisedRun
+from megatron_rl.runtime.target import no_gpu
 from megatron_rl.runtime.trainers import TrainerGroup
 from megatron_rl.runtime.watchdog import Watchdog
 from megatron_rl.weights.sync import TRANSPORTS, WeightSync
@@ -50,10 +51,7 @@ with quiet_megatron_imports():
 
 
 class StartReport:
-    """Shows and measures every part as a separate phase, `start_PART`.
-
-    Parts may overlap; `str` gives the seconds of all.
-    """
+    """Shows and measures parts, which may overlap, as phases `start_PART`; `str` gives the seconds of all."""
 
     def __init__(self, console: RunConsole, timer: PhaseTimer) -> None:
         self._console, self._timer = console, timer
@@ -66,7 +64,8 @@ class StartReport:
         start_s = time.perf_counter()
         with self._console.phase(f"start: {name}"):
             yield
-        self._ended(name, time.perf_counter() - start_s)
+        self._seconds[name] = time.perf_counter() - start_s
+        self._timer.add(f"start_{name.lower().replace(' ', '_')}", self._seconds[name])
 
     def follow(self, name: str, futures: "Sequence[Future[Any]]") -> None:
         """Show the wait for all of `futures`, together called `name`; return at once."""
@@ -88,10 +87,6 @@ class StartReport:
         """Say what is worth knowing before the run goes on."""
         self._console.say(f"note: {text}")
 
-    def _ended(self, name: str, seconds: float) -> None:
-        self._timer.add(f"start_{name.lower().replace(' ', '_')}", seconds)
-        self._seconds[name] = seconds
-
     def __str__(self) -> str:
         return f"started: {', '.join(f'{name} {seconds:.1f} s' for name, seconds in self._seconds.items())}"
 
@@ -104,10 +99,7 @@ class RunStart:
         self.watchdog = stack.enter_context(Watchdog(note=report.note))
 
     def supervised(self, *, resume: bool) -> Callable[..., Run]:
-        """Do the cheap checks, then start the ranks and wait.
-
-        The returned function makes the run from `records`.
-        """
+        """Do the cheap checks, then start the ranks and wait; the returned function makes the run from `records`."""
         settings = self._settings
         self._claim_directory()
         prompts = self._read_prompts(supervised=True)
@@ -116,11 +108,7 @@ class RunStart:
         return partial(SupervisedRun, settings, source=prompts.source, ranks=ranks)
 
     def with_engines(self, *, resume: bool) -> Callable[..., Run]:
-        """Do the cheap checks, then start every process and wait: at once, or one side after the
-        other on shared devices.
-
-        The returned function makes the run from `records`.
-        """
+        """Do as `supervised` with engines: ranks and engines start at once, or in turns on shared devices."""
         settings, watchdog = self._settings, self.watchdog
         manager = self.open_manager(settings.run.directory / BUFFER_FILE)
         reservation = self.reserve()
@@ -193,17 +181,14 @@ class RunStart:
             return reserve(needs, cluster=runtime.cluster, device_kind=device_kind, timeout_s=PLACEMENT_S, variables=variables)
 
     def _start_ranks(self, ranks: TrainerGroup, *, resume: bool, then: Callable[[], object] = lambda: None) -> None:
-        """Wait for the ranks, which first check all of a resumed checkpoint.
-
-        Engines take longer to start, and the load gets shorter by the same time.
-        """
+        """Wait for the ranks, which first check a resumed checkpoint: engines take longer, and the load gets shorter."""
         directory = self._settings.run.directory
         with self._report.part("ranks"):
             # Not before the claim of the directory: a run that is asked to end writes a checkpoint.
             if resume and (found := newest_checkpoint(directory)) is not None:
                 with naming_the_way_around(directory):
                     ranks.check(found[0] / "megatron")
-            ranks.finish_start(ranks.begin_start())
+            ranks.start()
             then()
 
     def place_engines(self, model: EngineModel, reservation: Reservation, *, gpus_of_ranks: Sequence[tuple[str, ...]] = ()) -> EngineGroup:
@@ -215,11 +200,7 @@ class RunStart:
     def join(
         self, manager: RolloutManager, engines: EngineGroup, starting: list[ray.ObjectRef], *, serve_current: bool = False
     ) -> list[EngineAddress]:
-        """Wait for the engines that are `starting`, and give them to the manager, which may lose
-        all but one.
-
-        Return the engines' addresses, by number.
-        """
+        """Wait for the `starting` engines; give them, by number, to the manager, which may lose all but one."""
         wait = partial(self.watchdog.wait, owner="the engines", timeout_s=ENGINE_CONTROL_S)
         addresses = engines.finish_start(starting)
         wait(manager.join(addresses, serve_current=serve_current), name="connecting to the engines")

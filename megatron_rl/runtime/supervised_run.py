@@ -19,25 +19,12 @@ class SupervisedRun(Run):
     def __init__(self, settings: Settings, *, source: PromptSource, ranks: TrainerGroup, records: RunRecords) -> None:
         super().__init__(settings, ranks=ranks, records=records)
         self._source = source
-        # The position before the rows of the latest batch, and the number of steps at that
-        # position.
+        # The number of steps before the latest batch, and the position then.
         self._before_batch: tuple[int, dict[str, Any]] = (-1, {})
-
-    def begin(self, *, step: int) -> None:
-        """Nothing has to be done before the first step."""
-
-    def _stop_batches(self, error: BaseException) -> None:
-        pass
 
     def _make_batch(self, step: int, *, progress: PhaseProgress) -> tuple[TrainBatch, dict[str, Metric]]:
         self._before_batch = (step, self._source.rows.state())
         return make_train_batch(self._source.next_supervised(self._settings.data.prompts_per_step)), {}
-
-    def publish(self, *, version: int) -> None:
-        """Nothing serves the weights."""
-
-    def evaluate(self) -> None:
-        """Nothing answers held-out prompts."""
 
     def _position(self, *, step: int) -> dict[str, Any]:
         before, state = self._before_batch
@@ -47,6 +34,3 @@ class SupervisedRun(Run):
         if position is not None:
             self._source.rows.restore(position)
         return ()
-
-    def _forget(self, *, before_step: int) -> None:
-        """Nothing is kept."""

@@ -54,19 +54,14 @@ def supervise() -> None:
 
 
 def run_command(*words: object) -> None:
-    """Run another command of this program in a process of its own.
-
-    Raises UserError with its sentence when it fails.
-    """
+    """Run another command of this program in a process of its own. Raises UserError with its sentence."""
     done = subprocess.run([sys.executable, "-m", "megatron_rl", *map(str, words)], capture_output=True, text=True, check=False)
     if done.returncode:
         raise UserError((done.stderr.strip().splitlines() or [f"it ended with status {done.returncode}"])[-1].removeprefix("megatron-rl: "))
 
 
 def _stand_in_front(supervisor: int, heard: Collection[int]) -> NoReturn:
-    """Pass the signals in `heard` on to the supervisor until the supervisor ends; exit with its
-    status.
-    """
+    """Pass the signals in `heard` on to the supervisor until the supervisor ends; exit with its status."""
     while True:
         number = signal.sigwait({*heard, signal.SIGCHLD})
         if number != signal.SIGCHLD:
@@ -124,10 +119,7 @@ def _reap(command: int) -> int | None:
 
 
 def _kill_all() -> None:
-    """Kill and reap every process below this one.
-
-    Orphans of killed processes become children here.
-    """
+    """Kill and reap every process below this one. Orphans of killed processes become children here."""
     while True:
         for child in _children():
             os.kill(child, signal.SIGKILL)

@@ -15,6 +15,14 @@ with quiet_megatron_imports():
     from megatron_rl.models.model_spec import ModelSpec
 
 
+def no_gpu(gpu: str, where: str) -> str:
+    """Return a sentence for a GPU run without a GPU."""
+    return (
+        f"runtime.cluster.gpu is {gpu}, but {where} has no GPU; start the run on GPU nodes or give the address of their Ray cluster "
+        f"(--ray-address), or look at its plan alone with --check --config-only"
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
     """Device of the ranks, compute capability of the GPUs, the run's needs, and the slots of every node.

@@ -5,7 +5,7 @@ import gc
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +43,7 @@ class TrainerWorker:
         threading.Event().wait()
 
     def take_place(self, directory: Path) -> tuple[str, ...]:
-        """Work in `directory` from now on; return the GPUs that Ray gave this process, by
-        node-local name.
-        """
+        """Work in `directory` from now on; return the GPUs that Ray gave this process, by node-local name."""
         enter_directory(directory)
         return own_gpus()
 
@@ -58,12 +56,12 @@ class TrainerWorker:
         """Compare this share of a checkpoint's files with the manifest."""
         training_state.check_files(checkpoint, share=(share, num_shares))
 
-    def start(self, settings: Settings, *, rank: int, init_method: str) -> int:
+    def start(self, make_trainer: Callable[..., Trainer], *, rank: int, init_method: str) -> int:
         """Build the model and the optimizer as this rank; return the data-parallel rank.
 
         The rank follows from the GPUs that Ray gives to all ranks, known once all processes run.
         """
-        self._trainer = Trainer.of(settings, rank=rank, init_method=init_method)
+        self._trainer = make_trainer(rank=rank, init_method=init_method)
         spare_what_is_loaded()
         return self._trainer.dp_rank
 
@@ -111,10 +109,7 @@ class TrainerGroup:
 
     @cached_property
     def _seated(self) -> list[tuple[Any, tuple[str, ...]]]:
-        """Return the actor of every rank with the GPUs that Ray gave to the actor.
-
-        On each node actors are in the order of the GPUs, because Ray deals out GPUs in any order.
-        """
+        """The actor of every rank and its GPUs; on each node in the order of these, which Ray deals out in any."""
         workers = [worker for node in self._nodes for worker in node]
         refs = [worker.take_place.remote(Path.cwd()) for worker in workers]
         answers = self._watchdog.wait(refs, name="starting the processes of the ranks", owner=OWNER, timeout_s=RANKS_START_S)
@@ -135,24 +130,20 @@ class TrainerGroup:
         return [gpus for _, gpus in self._seated]
 
     def check(self, checkpoint: Path) -> None:
-        """Let the ranks compare the files of a checkpoint with the manifest, before the ranks
-        start.
+        """Compare the files of a checkpoint with the manifest before `start`, a share on each rank's own node.
 
-        Each rank checks a share on the rank's own node. Raises DamagedCheckpointError.
+        Raises DamagedCheckpointError.
         """
         num_shares = len(self.workers)
         refs = [worker.check.remote(checkpoint, share=share, num_shares=num_shares) for share, worker in enumerate(self.workers)]
         self._wait(refs, name="comparing the checkpoint with its manifest")
         self._checked = checkpoint
 
-    def begin_start(self) -> list[ray.ObjectRef]:
-        """Ask every rank to build the model; `finish_start` waits for the result."""
-        address, port = self.free_address()
+    def start(self) -> None:
+        """Let every rank build the model, and wait. Engines may read the same files meanwhile."""
+        (address, port), make = self.free_address(), partial(Trainer.of, self._settings)
         init_method = f"tcp://{address}:{port}"
-        return [worker.start.remote(self._settings, rank=rank, init_method=init_method) for rank, worker in enumerate(self.workers)]
-
-    def finish_start(self, refs: list[ray.ObjectRef]) -> None:
-        """Wait until every rank has built the model. Engines may read the same files meanwhile."""
+        refs = [worker.start.remote(make, rank=rank, init_method=init_method) for rank, worker in enumerate(self.workers)]
         timeout_s = start_deadline_s(self._settings.model)
         self._dp_ranks = self._watchdog.wait(refs, name="starting the Megatron ranks", owner=OWNER, timeout_s=timeout_s)
 
@@ -162,9 +153,7 @@ class TrainerGroup:
         return max(self._dp_ranks) + 1
 
     def check_answers(self) -> None:
-        """Raise DeadlineError when a rank takes no call within RANK_ANSWER_S, to avoid a second
-        long wait.
-        """
+        """Raise DeadlineError when a rank takes no call within RANK_ANSWER_S, to avoid a second long wait."""
         refs = [worker.call.remote("save_is_written") for worker in self.workers]
         self._watchdog.wait(refs, name="asking whether the ranks still answer", owner=OWNER, timeout_s=RANK_ANSWER_S)
 

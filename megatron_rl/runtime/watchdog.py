@@ -15,7 +15,6 @@ import time
 import traceback
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeAlias, TypeVar, overload
 
@@ -37,14 +36,6 @@ ACTOR_DEATHS = (RayActorError, OutOfMemoryError)
 """What Ray raises of a call to an actor whose process has ended: the second where Ray itself ended it, because memory ran low."""
 
 
-@dataclass(frozen=True, slots=True)
-class Watched:
-    """An actor: a name, and the decision to go on without the actor."""
-
-    name: str
-    goes_on: GoesOn | None
-
-
 class Watchdog:
     """Waits for work; a watched actor's death ends every wait with the actor's error.
 
@@ -53,7 +44,8 @@ class Watchdog:
 
     def __init__(self, *, note: Callable[[str], None] = lambda text: None) -> None:
         self._note = note
-        self._vital: dict[Future, Watched] = {}
+        # Watched actors: a name, and the decision to go on without the actor.
+        self._vital: dict[Future, tuple[str, GoesOn | None]] = {}
         # The making of a transport, in a separate thread, waits as well.
         self._lock = threading.RLock()
         self._loop = asyncio.new_event_loop()
@@ -92,7 +84,7 @@ class Watchdog:
         `goes_on` is asked with the actor's error when the actor has died before any work failed.
         True ends no wait, and the actor is forgotten.
         """
-        self._vital[future] = Watched(name, goes_on)
+        self._vital[future] = name, goes_on
 
     def forget(self) -> None:
         """Watch no actor any more, because all are about to be stopped on purpose."""
@@ -115,8 +107,7 @@ class Watchdog:
         timeout_s: float,
         meanwhile: Callable[[], None] | None = None,
     ) -> Any:
-        """Wait for a coroutine and return the result, or for several pieces of work, results in
-        order.
+        """Wait for a coroutine and return the result, or for several pieces of work, results in order.
 
         `name` describes the work, `owner` the worker; several owners are numbered. Every
         MEANWHILE_S seconds of a long wait `meanwhile` is called.
@@ -141,18 +132,16 @@ class Watchdog:
 
     @contextmanager
     def entered(self, context: AbstractAsyncContextManager[Result], *, name: str, owner: str, timeout_s: float) -> Iterator[Result]:
-        """Enter an asynchronous context within `timeout_s` seconds for the block; always leave the
-        context.
-        """
-        value = self.wait(_enter(context), name=name, owner=owner, timeout_s=timeout_s)
+        """Enter an asynchronous context within `timeout_s` seconds for the block; always leave the context."""
+        value = self.wait(context.__aenter__(), name=name, owner=owner, timeout_s=timeout_s)
         try:
             yield value
         except BaseException:
             # A plug-in that blocks the loop must not hide the error.
             with suppress(TimeoutError):
-                self._begin(_leave(context)).result(timeout=CLOSE_S)
+                self._begin(context.__aexit__(None, None, None)).result(timeout=CLOSE_S)
             raise
-        self._begin(_leave(context)).result(timeout=CLOSE_S)
+        self._begin(context.__aexit__(None, None, None)).result(timeout=CLOSE_S)
 
     def _begin(self, work: Work) -> Future:
         """Start the work, if a coroutine; the caller cancels the future to abandon the work."""
@@ -192,7 +181,7 @@ class Watchdog:
                 # watched.
                 done &= pending | set(self._vital)
                 for item in sorted(done, key=lambda item: item in pending):
-                    self._check(item, owner=owners[item] if item in pending else self._vital[item].name)
+                    self._check(item, owner=owners[item] if item in pending else self._vital[item][0])
             pending -= done
 
     def _blocked(self) -> str | None:
@@ -219,22 +208,21 @@ class Watchdog:
 
     @staticmethod
     def _has_consequence(item: Future) -> bool:
-        """Return True when the death of an actor may have caused `item` to fail, False for a user's
-        mistake.
-        """
-        return item.exception() is not None and not _is_user_error(item.exception())
+        """Return True when the death of an actor may have caused `item` to fail, False for a user's mistake."""
+        error = item.exception()
+        return error is not None and not isinstance(error.cause if isinstance(error, RayTaskError) else error, UserError)
 
     def _goes_on_without(self, item: Future) -> bool:
         """Return True when the end of this watched actor ends no wait."""
-        watched = self._vital.pop(item, None)
-        if watched is None:
+        if item not in self._vital:
             return True
+        name, goes_on = self._vital.pop(item)
         error = item.exception()
-        if watched.goes_on is not None and error is not None:
-            own = _own_error(error, owner=watched.name)
-            if isinstance(own, Exception) and watched.goes_on(own):
+        if goes_on is not None and error is not None:
+            own = _own_error(error, owner=name)
+            if isinstance(own, Exception) and goes_on(own):
                 return True
-        self._vital[item] = watched
+        self._vital[item] = name, goes_on
         return False
 
     def _check(self, item: Future, *, owner: str) -> None:
@@ -246,14 +234,6 @@ class Watchdog:
             raise WorkerDiedError(f"{owner} ended although nobody asked it to")
 
 
-async def _enter(context: AbstractAsyncContextManager[Result]) -> Result:
-    return await context.__aenter__()
-
-
-async def _leave(context: AbstractAsyncContextManager[Any]) -> None:
-    await context.__aexit__(None, None, None)
-
-
 async def _cancel_all() -> None:
     others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
     for task in others:
@@ -262,20 +242,12 @@ async def _cancel_all() -> None:
 
 
 def _own_error(error: BaseException, *, owner: str) -> BaseException:
-    """Return an actor's own error where the class is ours, so that a user's mistake prints as one
-    sentence.
-
-    `owner` names the actor.
-    """
+    """Return the error of the actor `owner`, where its class is ours: a user's mistake prints as one sentence."""
     if isinstance(error, ACTOR_DEATHS):
         return WorkerDiedError(f"{owner} died: its process {_exit_of(error)}")
     if isinstance(error, RayTaskError) and isinstance(error.cause, MegatronRLError):
         return error.cause
     return error
-
-
-def _is_user_error(error: BaseException | None) -> bool:
-    return isinstance(error.cause if isinstance(error, RayTaskError) else error, UserError)
 
 
 def _exit_of(error: RayActorError | OutOfMemoryError) -> str:

@@ -19,7 +19,7 @@ TIERS = (
     ("device", "rendezvous", "engines", "models", "checkpoints", "rollout", "training", "weights"),
     ("runtime",),
     ("planning",),
-    ("convert", "report"),
+    ("convert", "exit_status", "report", "serve"),
     ("cli", "__main__", "doctor"),
 )
 # Within a tier rooms stand side by side, except for these uses.

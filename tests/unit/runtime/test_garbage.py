@@ -44,8 +44,7 @@ def test_the_end_of_python_collects_everything(monkeypatch: pytest.MonkeyPatch) 
     assert gc.get_freeze_count() == 0
 
 
-def test_a_rank_spares_what_it_has_loaded_when_it_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainers, "Trainer", SimpleNamespace(of=lambda *_, **__: SimpleNamespace(dp_rank=3)))
+def test_a_rank_spares_what_it_has_loaded_when_it_has_started() -> None:
     worker: Any = trainers.TrainerWorker.__ray_metadata__.modified_class()  # type: ignore[attr-defined]
-    assert worker.start(None, rank=0, init_method="") == 3
+    assert worker.start(lambda **_: SimpleNamespace(dp_rank=3), rank=0, init_method="") == 3
     assert gc.get_freeze_count() > 10_000

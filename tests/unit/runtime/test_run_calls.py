@@ -13,6 +13,7 @@ import pytest
 from run_parts import Calls, Devices, MakeRun, Manager, Ranks
 
 from megatron_rl.config.load import load_settings
+from megatron_rl.config.settings import ModelSettings, RewardSettings, RolloutSettings, Settings
 from megatron_rl.errors import EngineError, ParityError, UserError
 from megatron_rl.observe.metrics import Metric
 from megatron_rl.observe.sinks import METRICS_FILE, read_metrics
@@ -325,12 +326,16 @@ def test_a_batch_of_many_waves_gets_the_time_of_all_its_waves() -> None:
         "reward.timeout_s=2.0",
         "rollout.timeout_s=60",
     )
+
+    def sections(settings: Settings) -> tuple[ModelSettings, RolloutSettings, RewardSettings]:
+        return settings.model, settings.rollout, settings.reward
+
     one = load_settings(None, [*paths, *limits])
-    assert generation_deadline_s(one, num_samples=256, num_workers=4) == 2 * 600 + 64 * 2
-    assert generation_deadline_s(one, num_samples=2048, num_workers=4) == 9 * 600 + 512 * 2
+    assert generation_deadline_s(*sections(one), num_samples=256, num_workers=4) == 2 * 600 + 64 * 2
+    assert generation_deadline_s(*sections(one), num_samples=2048, num_workers=4) == 9 * 600 + 512 * 2
     two = load_settings(None, [*paths, *limits, "rollout.num_engines=2"])
-    assert generation_deadline_s(two, num_samples=2048, num_workers=4) == 5 * 600 + 512 * 2
+    assert generation_deadline_s(*sections(two), num_samples=2048, num_workers=4) == 5 * 600 + 512 * 2
     slow = load_settings(None, [*paths, *limits, "rollout.timeout_s=700"])
-    assert generation_deadline_s(slow, num_samples=256, num_workers=4) == 2 * 3 * (700 + 5) + 64 * 2, (
+    assert generation_deadline_s(*sections(slow), num_samples=256, num_workers=4) == 2 * 3 * (700 + 5) + 64 * 2, (
         "three attempts, each with the time until it is left to itself"
     )

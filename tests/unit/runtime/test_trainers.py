@@ -115,7 +115,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[TrainerGroup]:
     reservation: Any = types.SimpleNamespace(rank_options=lambda _: {}, placement=types.SimpleNamespace(nodes=nodes))
     with Watchdog() as watchdog:
         made = TrainerGroup(load_settings(None, SETTINGS), reservation=reservation, watchdog=watchdog)
-        made.finish_start(made.begin_start())
+        made.start()
         yield made
 
 

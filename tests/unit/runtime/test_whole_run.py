@@ -49,10 +49,7 @@ class Ranks:
     def check(self, checkpoint: Path) -> None:
         assert (checkpoint / "manifest.json").is_file()
 
-    def begin_start(self) -> list[Any]:
-        return []
-
-    def finish_start(self, starting: list[Any]) -> None:
+    def start(self) -> None:
         return None
 
     def train(self, batch: TrainBatch, *, step: int) -> list[dict[str, Metric]]:
@@ -206,7 +203,7 @@ def test_sides_of_shared_devices_take_turns_at_the_start(make_settings: Callable
         return call
 
     for owner, name, function in (
-        (Ranks, "finish_start", noted("ranks start")),
+        (Ranks, "start", noted("ranks start")),
         (Ranks, "put_away", noted("ranks put away")),
         (Ranks, "take_back", noted("ranks take back")),
         (Engines, "begin_start", noted("engines start", [])),
@@ -396,7 +393,7 @@ def test_a_changed_checkpoint_ends_the_start_at_once(
     session.train(make_settings("data.samples_per_prompt=2", "run.save_interval=1"), resume=False)
     left = {name: (tmp_path / "run" / name).read_bytes() for name in (METRICS_FILE, "settings.yaml", "summary.json")}
     monkeypatch.setattr(Ranks, "check", damaged)
-    monkeypatch.setattr(Ranks, "finish_start", late)
+    monkeypatch.setattr(Ranks, "start", late)
     monkeypatch.setattr(Engines, "finish_start", late)
     with pytest.raises(UserError, match=r"common\.pt is not that of its manifest; copy it again, or delete .*step-000002 to go on from"):
         session.train(make_settings("data.samples_per_prompt=2", "run.num_steps=4"), resume=True)

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_rl.cli import main
 from megatron_rl.engines.engine import EngineAddress
-from megatron_rl.runtime.serving import _how_to_ask
+from megatron_rl.serve import _how_to_ask
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *words: object) -> str:

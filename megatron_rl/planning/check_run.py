@@ -1,0 +1,46 @@
+"""`megatron-rl train --check`: everything about a run that is known before its start."""
+
+import sys
+from collections.abc import Iterable
+from contextlib import redirect_stdout
+
+from megatron_rl.config.decided import Decision
+from megatron_rl.config.load import dump_settings
+from megatron_rl.config.settings import Settings
+from megatron_rl.errors import UserError
+
+
+def check_run(settings: Settings, decisions: Iterable[Decision], *, resume: bool, config_only: bool) -> None:
+    """Check a run, and print its settings as a YAML settings file, with everything else as comments.
+
+    Raises UserError for a run that could not start, and for one that does not fit.
+    """
+    from megatron_rl.planning.launch_plan import launch_plan, memory_plan
+    from megatron_rl.runtime.preflight import preflight, preflight_config
+    from megatron_rl.runtime.target import find_target
+
+    # Run before the first print, so that nothing else is printed beside an error. Output of the user's own functions
+    # during the trial is no part of the settings file.
+    with redirect_stdout(sys.stderr):
+        notes = preflight_config(settings) if config_only else preflight(settings, resume=resume)
+    plan = memory_plan(settings) if config_only else None
+    planned = "" if plan is None else "".join(f"# {line}".rstrip() + "\n" for line in plan.lines())
+    if plan is not None and not plan.fits:
+        print(planned, end="", flush=True)
+        raise UserError(f"{plan.verdict}; `megatron-rl plan` lists layouts that fit")
+    decided = {"What was decided, as it was not set": {one.path: f"{one.value}: {one.reason}" for one in decisions}}
+    tables = {**decided, **launch_plan(settings, find_target(settings, config_only=config_only))}
+    if resume and not config_only:
+        from megatron_rl.runtime.resumption import resume_rows
+
+        tables["What would be resumed"] = resume_rows(settings)
+    print(dump_settings(settings))
+    for title, rows in tables.items():
+        print(f"# {title}")
+        for name, value in rows.items():
+            print(f"#   {name:<34} {value}")
+        print("#")
+    sys.stdout.flush()
+    for note in notes:
+        print(f"megatron-rl: note: {note}", file=sys.stderr)
+    print(f"{planned}# Check passed: nothing was started, nothing was written.")
