@@ -26,9 +26,9 @@ from megatron_rl.errors import UserError
 from megatron_rl.exit_status import Commands, exit_status
 from megatron_rl.plugins.kinds import PluginKind
 from megatron_rl.plugins.loader import kind_of
-from megatron_rl.process_variables import check_directory, check_home, settle_output
 from megatron_rl.runtime.grace import Grace
 from megatron_rl.runtime.supervisor import supervise
+from megatron_rl.system.process_variables import check_directory, check_home, settle_output
 
 _COUNT = click.IntRange(1, 2**17)
 _STAND_INS = 2

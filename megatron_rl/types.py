@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_rl.frozen_arrays import check_distinct, freeze, freeze_experts, freeze_table
+from megatron_rl.system.frozen_arrays import check_distinct, freeze, freeze_experts, freeze_table
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]

@@ -20,11 +20,11 @@ from megatron_rl.checkpoints import manifest
 from megatron_rl.checkpoints.model_files import config_dtype, copy_model_files, state_what_is_written, write_model_manifest
 from megatron_rl.checkpoints.quantised import CODE_DTYPES, STORED_DTYPES, Quantised, dequantise, find_quantised, whole_shape
 from megatron_rl.errors import UserError
-from megatron_rl.files import atomic_directory, runs_of_bytes
 from megatron_rl.models.config_json import read_config
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.read_spec import parse_model_spec
 from megatron_rl.models.weight_table import part_name
+from megatron_rl.system.files import atomic_directory, runs_of_bytes
 
 MAX_SHARD_BYTES = 4 * 2**30
 INDEX = "model.safetensors.index.json"

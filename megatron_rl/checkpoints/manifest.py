@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 from blake3 import blake3
 
 from megatron_rl.errors import DamagedCheckpointError, UserError
-from megatron_rl.files import MANIFEST, sync, write_atomic
+from megatron_rl.system.files import MANIFEST, sync, write_atomic
 
 Entry = Mapping[str, Any]
 """Facts about a file: its `bytes`, and its hash in hexadecimal digits as `blake3`."""

@@ -26,11 +26,11 @@ from megatron_rl.checkpoints import manifest
 from megatron_rl.checkpoints.hugging_face import HuggingFaceWeights
 from megatron_rl.checkpoints.pickles import FORMAT, read_metadata, reading_records_only, stored_part
 from megatron_rl.errors import UserError, counted
-from megatron_rl.files import runs_of_bytes
 from megatron_rl.models.config_json import read_config
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.read_spec import parse_model_spec
 from megatron_rl.models.weight_table import Rule, Sharding, of_mtp, parameter_shape, rules, split
+from megatron_rl.system.files import runs_of_bytes
 
 KEPT = "left-out"
 """Below a directory of our format: tensors of the Hugging Face original that the model does not build, byte for byte."""

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from megatron_rl.checkpoints import manifest
-from megatron_rl.files import atomic_directory
 from megatron_rl.models.config_json import read_config
 from megatron_rl.models.families.family import MTP_KEYS
 from megatron_rl.models.read_spec import parse_model_spec
+from megatron_rl.system.files import atomic_directory
 
 # Everything a model directory holds besides weights. Code files are left behind: nothing here runs code from a checkpoint.
 _COPIED_FILES = (

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from megatron_rl.config.settings import RunSettings
 from megatron_rl.errors import CheckpointError, DamagedCheckpointError, UserError
-from megatron_rl.files import (
+from megatron_rl.system.files import (
     MANIFEST,
     atomic_directory,
     commit_partial,

@@ -39,10 +39,10 @@ from megatron_rl.checkpoints import manifest
 from megatron_rl.checkpoints.hugging_face import save_hf
 from megatron_rl.checkpoints.megatron import MadeHere, without_checksums
 from megatron_rl.checkpoints.training_state import all_ranks, complete, ordinary_errors, state_to_save, without_torch_notices
-from megatron_rl.device import SideStream, local_device
 from megatron_rl.errors import UserError
-from megatron_rl.files import commit_partial, disk_errors, partial_path, start_partial
 from megatron_rl.models.build import TrainedModel
+from megatron_rl.system.device import SideStream, local_device
+from megatron_rl.system.files import commit_partial, disk_errors, partial_path, start_partial
 
 _LARGE_PAGE_BYTES = 2**21
 

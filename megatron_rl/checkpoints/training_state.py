@@ -24,8 +24,8 @@ from megatron_rl.checkpoints import manifest
 from megatron_rl.checkpoints.optimizer_shards import OptimizerTarget, from_main_weights, has_optimizer, parts_of, sharded_optimizer
 from megatron_rl.checkpoints.pickles import read_metadata, reading_records_only
 from megatron_rl.errors import DamagedCheckpointError, UserError
-from megatron_rl.files import MANIFEST
 from megatron_rl.models.build import TrainedModel, complete_parameters
+from megatron_rl.system.files import MANIFEST
 
 POLICY = "policy"
 """Name of the model whose weights have no prefix in a checkpoint."""

@@ -23,7 +23,7 @@ from megatron_rl.config.settings import (
     WeightSettings,
 )
 from megatron_rl.errors import counted
-from megatron_rl.process_variables import ALLOCATOR_VARIABLES
+from megatron_rl.system.process_variables import ALLOCATOR_VARIABLES
 
 _LARGEST_SEED = 2**32 - 1
 """Largest seed of numpy.random.seed, called by SGLang."""

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_rl.config.settings import ModelSettings, SamplingSettings, ScheduleSettings
-from megatron_rl.deadlines import MODEL_BYTES_PER_S, REQUEST_S, REQUEST_TOKENS_PER_S, START_S, STEP_S, SYNC_S
+from megatron_rl.system.deadlines import MODEL_BYTES_PER_S, REQUEST_S, REQUEST_TOKENS_PER_S, START_S, STEP_S, SYNC_S
 
 CORES_PER_REWARD_WORKER = 4
 """Cores of the machine per reward worker; ranks, engines and the driver take the others."""

@@ -24,9 +24,9 @@ from megatron_rl.checkpoints.model_files import copy_model_files, state_what_is_
 from megatron_rl.checkpoints.stored_weights import StoredWeights, check_names, in_order, num_not_finite, open_weights
 from megatron_rl.convert.tensor_comparison import TensorComparison, compare_tensors
 from megatron_rl.errors import UserError, counted
-from megatron_rl.files import atomic_directory, check_room, disk_errors, partial_path
 from megatron_rl.models.families.family import MTP_KEYS
 from megatron_rl.models.weight_table import Rule, as_stored, combine, of_mtp
+from megatron_rl.system.files import atomic_directory, check_room, disk_errors, partial_path
 from megatron_rl.weights.changes import Adapter, Changes, quantization_config
 
 Format = Literal["hf", "megatron"]

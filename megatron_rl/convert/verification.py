@@ -29,9 +29,7 @@ from megatron_rl.config.settings import TopologySettings
 from megatron_rl.config.yaml_text import by_path
 from megatron_rl.convert.conversion import most_common_dtype
 from megatron_rl.convert.tensor_comparison import compare_tensors
-from megatron_rl.device import local_device, prepare_megatron
 from megatron_rl.errors import UserError
-from megatron_rl.files import MANIFEST
 from megatron_rl.models.build import build_model
 from megatron_rl.models.config_json import read_object
 from megatron_rl.models.hf_weights import global_parameters, held_name
@@ -39,6 +37,8 @@ from megatron_rl.models.megatron_config import transformer_config
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.weight_table import Rule, Sharding, parameter_shape, rules
 from megatron_rl.planning.meta import rank_without_memory
+from megatron_rl.system.device import local_device, prepare_megatron
+from megatron_rl.system.files import MANIFEST
 from megatron_rl.training.topology import Topology
 from megatron_rl.weights.changes import Changes
 

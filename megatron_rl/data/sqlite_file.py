@@ -7,9 +7,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from megatron_rl.deadlines import BUFFER_LOCK_S, NAMED_S
 from megatron_rl.errors import UserError
-from megatron_rl.files import claim, disk_errors, sync
+from megatron_rl.system.deadlines import BUFFER_LOCK_S, NAMED_S
+from megatron_rl.system.files import claim, disk_errors, sync
 
 _MAGIC = b"SQLite format 3\0"  # the first bytes of every database that is not empty
 LOCKED = "database is locked"

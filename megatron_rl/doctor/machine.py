@@ -20,11 +20,11 @@ from typing import Literal
 from packaging.requirements import Requirement
 
 from megatron_rl.check import Check, Level
-from megatron_rl.deadlines import IMPORT_S
 from megatron_rl.errors import sized
 from megatron_rl.observe.memory import available_memory_bytes
-from megatron_rl.process_variables import tool_variables
-from megatron_rl.versions import CUDA_MAJOR, Release, installed_version, known_releases
+from megatron_rl.system.deadlines import IMPORT_S
+from megatron_rl.system.process_variables import tool_variables
+from megatron_rl.system.versions import CUDA_MAJOR, Release, installed_version, known_releases
 
 GIB = 2**30
 LOOPBACK = "127.0.0.1"

@@ -19,15 +19,15 @@ import numpy as np
 from megatron_rl.config.derived import AUTO_DTYPES
 from megatron_rl.config.settings import ClusterSettings, Settings
 from megatron_rl.data.batch import batch_from_sequences
-from megatron_rl.deadlines import PLACEMENT_S
-from megatron_rl.device import quiet_megatron_imports
 from megatron_rl.doctor import on_rank
 from megatron_rl.doctor.tiny_models import FAMILIES, write_tiny_model
 from megatron_rl.engines.client import EngineClient
 from megatron_rl.engines.engine_pool import EnginePool
 from megatron_rl.errors import MegatronRLError
-from megatron_rl.process_variables import shared_variables
 from megatron_rl.runtime.ray_session import ray_cluster
+from megatron_rl.system.deadlines import PLACEMENT_S
+from megatron_rl.system.device import quiet_megatron_imports
+from megatron_rl.system.process_variables import shared_variables
 from megatron_rl.types import Sample, TrainBatch
 
 with quiet_megatron_imports():

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from megatron_rl.device import Device, local_device, quiet_megatron_imports
+from megatron_rl.system.device import Device, local_device, quiet_megatron_imports
 from megatron_rl.types import TrainBatch
 
 with quiet_megatron_imports():

@@ -19,15 +19,15 @@ import torch
 
 from megatron_rl.check import Check, report
 from megatron_rl.config.settings import Settings, TrainingSettings
-from megatron_rl.device import quiet_megatron_imports
 from megatron_rl.doctor import on_rank
 from megatron_rl.doctor.machine import check_import, check_package, examine, library_problems, loaded_libraries, pinned_libraries
 from megatron_rl.doctor.node import Node
 from megatron_rl.engines.sampling import Sampling
 from megatron_rl.errors import DeadlineError, MegatronRLError, UserError, counted
-from megatron_rl.files import write_atomic
+from megatron_rl.system.device import quiet_megatron_imports
+from megatron_rl.system.files import write_atomic
+from megatron_rl.system.versions import installed_version, transformer_engine_release
 from megatron_rl.types import Floats, Prompt
-from megatron_rl.versions import installed_version, transformer_engine_release
 
 with quiet_megatron_imports():
     from megatron_rl.models.model_spec import ModelSpec

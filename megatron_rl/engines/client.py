@@ -15,11 +15,11 @@ from typing import Any, Literal, TypeVar, get_args
 
 import aiohttp
 
-from megatron_rl.deadlines import ENGINE_ABORT_S, ENGINE_CONTROL_S
 from megatron_rl.engines.answers import Generation, read_generation, read_version
 from megatron_rl.engines.engine import EngineAddress
 from megatron_rl.engines.sampling import Sampling
 from megatron_rl.errors import DeadlineError, EngineError, EngineRefusal, UserError
+from megatron_rl.system.deadlines import ENGINE_ABORT_S, ENGINE_CONTROL_S
 from megatron_rl.types import Ints
 
 Result = TypeVar("Result")

@@ -22,12 +22,12 @@ from typing import Any
 
 import psutil
 
-from megatron_rl.deadlines import ENGINE_READY_S, ENGINE_STOP_S, START_S
 from megatron_rl.engines.answers import MixtureShape
 from megatron_rl.engines.server_args import check_environment
 from megatron_rl.errors import DeadlineError, EngineDiedError, EngineError, UserError
-from megatron_rl.leftovers import Scratch, remove_leftovers, shared_memory_of
-from megatron_rl.process_variables import ALLOCATOR_VARIABLES, NCCL_VARIABLES, tool_variables
+from megatron_rl.system.deadlines import ENGINE_READY_S, ENGINE_STOP_S, START_S
+from megatron_rl.system.leftovers import Scratch, remove_leftovers, shared_memory_of
+from megatron_rl.system.process_variables import ALLOCATOR_VARIABLES, NCCL_VARIABLES, tool_variables
 
 LOG_TAIL_LINES = 25
 POLL_S = 0.1

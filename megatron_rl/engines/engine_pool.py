@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TypeVar
 
-from megatron_rl.deadlines import DEATH_S
 from megatron_rl.engines.client import EngineClient
 from megatron_rl.engines.engine import EngineAddress
 from megatron_rl.errors import EngineError
+from megatron_rl.system.deadlines import DEATH_S
 
 AFFINITY_WAIT_S = 1.0  # wait for a slot on the preferred engine: about the time to compute a prefix of 10,000 tokens
 

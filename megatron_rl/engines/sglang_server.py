@@ -9,9 +9,9 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.deadlines import ENGINE_STORE_S
 from megatron_rl.engines.on_cpu import sglang_shims
-from megatron_rl.leftovers import die_with_parent
+from megatron_rl.system.deadlines import ENGINE_STORE_S
+from megatron_rl.system.leftovers import die_with_parent
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -24,7 +24,7 @@ def serve_rendezvous(arguments: dict[str, Any]) -> "TCPStore | None":
     """
     if arguments.get("dp_size", 1) > 1:
         return None
-    from megatron_rl.rendezvous import serve_store
+    from megatron_rl.system.rendezvous import serve_store
 
     store = serve_store(arguments["host"], port=arguments.get("nccl_port") or 0, timeout_s=ENGINE_STORE_S)
     arguments["nccl_port"] = store.port

@@ -21,7 +21,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megatron_rl.algorithms.log_prob import TokenStatistics
-from megatron_rl.device import local_device
 from megatron_rl.errors import UserError
 from megatron_rl.models.attention.attention_choice import Attention
 from megatron_rl.models.attention.latent import LatentAttention
@@ -31,6 +30,7 @@ from megatron_rl.models.language_model_head import LanguageModelHead, TokenQuest
 from megatron_rl.models.layer_spec import layer_specs
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.packed_sequences import PackedSequences
+from megatron_rl.system.device import local_device
 
 
 class PolicyModel(GPTModel):

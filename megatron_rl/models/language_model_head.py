@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megatron_rl.algorithms.head_statistics import head_statistics
 from megatron_rl.algorithms.log_prob import TORCH_ROWS, RowMaths
-from megatron_rl.device import chosen_row_maths
+from megatron_rl.system.device import chosen_row_maths
 
 
 def row_maths(hidden: Tensor) -> RowMaths:

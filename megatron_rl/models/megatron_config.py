@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from megatron_rl.device import local_device
 from megatron_rl.errors import UserError
 from megatron_rl.models.attention.attention_choice import DEFAULT_BACKEND, Attention, transformer_engine_here
 from megatron_rl.models.experts.moe_fields import BALANCED_BY, check_expert_layout, check_routing
@@ -16,6 +15,7 @@ from megatron_rl.models.experts.moe_spec import MoeSpec
 from megatron_rl.models.model_spec import Activation, MlaSpec, ModelSpec
 from megatron_rl.models.unavailable_fields import check_attention_backend, check_available, check_recompute, without_kernels
 from megatron_rl.models.upstream_fields import checked_fields
+from megatron_rl.system.device import local_device
 
 if TYPE_CHECKING:
     from megatron_rl.config.settings import TopologySettings

@@ -16,10 +16,10 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_rl.device import to_device
 from megatron_rl.models.attention.attention_plan import AttentionPlan, check_splits, local_positions, plan_attention, with_window
 from megatron_rl.models.attention.rotary import RotarySpec
 from megatron_rl.models.experts.routed_tokens import Routing
+from megatron_rl.system.device import to_device
 
 
 @dataclass

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_rl.errors import UserError, counted
-from megatron_rl.files import disk_errors
+from megatron_rl.system.files import disk_errors
 from megatron_rl.types import Failure
 
 

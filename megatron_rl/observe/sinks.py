@@ -17,7 +17,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from megatron_rl.config.settings import ObserveSettings
 from megatron_rl.errors import UserError
-from megatron_rl.files import disk_errors, write_atomic
+from megatron_rl.system.files import disk_errors, write_atomic
 
 METRICS_FILE = "metrics.jsonl"
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron_rl.errors import UserError
-from megatron_rl.files import read_record, write_atomic
+from megatron_rl.system.files import read_record, write_atomic
 
 SUMMARY_FILE = "summary.json"
 REPORT_FILE = "report.html"

@@ -16,10 +16,10 @@ from megatron_rl.config.load import Words, load_settings
 from megatron_rl.config.messages import joined_error
 from megatron_rl.config.settings import RolloutSettings, Settings
 from megatron_rl.config.yaml_text import format_value
-from megatron_rl.device import local_device, quiet_megatron_imports
 from megatron_rl.engines.server_args import validate_server_args
 from megatron_rl.errors import UserError, counted
 from megatron_rl.planning.records import RunPlan
+from megatron_rl.system.device import local_device, quiet_megatron_imports
 
 with quiet_megatron_imports():
     from megatron_rl.models.config_json import read_object

@@ -17,11 +17,11 @@ from megatron_rl.config.derived import (
 from megatron_rl.config.gpus import find_gpu
 from megatron_rl.config.settings import ModelSettings, SamplingSettings, Settings
 from megatron_rl.config.yaml_text import format_value
-from megatron_rl.device import chosen_backends, chosen_row_maths, quiet_megatron_imports
 from megatron_rl.errors import counted
 from megatron_rl.runtime.engine_model import planned_model
 from megatron_rl.runtime.engines import engine_arguments, weight_sync
 from megatron_rl.runtime.placement import NodeShare, Placement
+from megatron_rl.system.device import chosen_backends, chosen_row_maths, quiet_megatron_imports
 
 with quiet_megatron_imports():
     from megatron_rl.models.attention.attention_choice import attention_name

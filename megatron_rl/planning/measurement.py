@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_rl.config.settings import ModelSettings, TrainingSettings
-from megatron_rl.deadlines import PLANNING_S
-from megatron_rl.device import local_device, prepare_megatron, quiet_megatron_imports
 from megatron_rl.errors import MegatronRLError, UserError
+from megatron_rl.system.deadlines import PLANNING_S
+from megatron_rl.system.device import local_device, prepare_megatron, quiet_megatron_imports
 
 if TYPE_CHECKING:
     from megatron_rl.models.model_spec import ModelSpec

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from megatron_rl.data.batch import batch_from_sequences
 from megatron_rl.data.packing import sequence_multiple
-from megatron_rl.device import local_device
 from megatron_rl.models.build import PolicyModel, TrainedModel, forward_selected
 from megatron_rl.models.experts.moe_fields import has_experts
 from megatron_rl.models.megatron_config import transformer_config
@@ -33,6 +32,7 @@ from megatron_rl.planning.measurement import Job
 from megatron_rl.planning.meta import rank_without_memory
 from megatron_rl.planning.records import Collective
 from megatron_rl.planning.tracking import MemoryTracker
+from megatron_rl.system.device import local_device
 from megatron_rl.training.critic import critic_optimizer
 from megatron_rl.training.micro_batch import MicroBatch, make_micro_batch
 from megatron_rl.training.offload import ModelMemory, page_locked_bytes, piece_sizes

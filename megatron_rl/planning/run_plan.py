@@ -8,10 +8,10 @@ from megatron_rl.algorithms.objective import Objective
 from megatron_rl.config.derived import dtype_name
 from megatron_rl.config.gpus import GIB, Gpu
 from megatron_rl.config.settings import ModelSettings, RolloutSettings, Settings, TrainingSettings
-from megatron_rl.device import quiet_megatron_imports
 from megatron_rl.errors import UserError
 from megatron_rl.planning.measurement import Answer, Job, measure
 from megatron_rl.planning.records import EngineMemory, RunPlan, StageMemory
+from megatron_rl.system.device import quiet_megatron_imports
 from megatron_rl.weights.transport import BUCKET_BYTES, exported_specs
 
 with quiet_megatron_imports():

@@ -18,9 +18,9 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, PydanticSchemaGenerationError, ValidationError, create_model
 from pydantic_core import ErrorDetails
 
-from megatron_rl.deadlines import PLUGIN_IMPORT_S
 from megatron_rl.errors import UserError
 from megatron_rl.plugins.kinds import KINDS, Kind, PluginKind
+from megatron_rl.system.deadlines import PLUGIN_IMPORT_S
 
 
 def load(path: str, *, kind: PluginKind, args: Mapping[str, Any] = MappingProxyType({})) -> Callable[..., Any]:

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_rl.errors import UserError
-from megatron_rl.files import write_atomic
 from megatron_rl.observe.metrics import find_info, is_beyond_healthy
 from megatron_rl.observe.sinks import METRICS_FILE, read_metrics
 from megatron_rl.observe.summary import REPORT_FILE, SUMMARY_FILE, Summary, read_summary
 from megatron_rl.report.curves import Steps, draw_curves, drawable
+from megatron_rl.system.files import write_atomic
 
 CURVES_FILE = "curves.png"
 

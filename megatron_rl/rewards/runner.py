@@ -15,12 +15,12 @@ from typing import Any
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
 from megatron_rl.config.settings import RewardSettings
-from megatron_rl.deadlines import NAMED_S, PLUGIN_IMPORT_S, REWARD_TAKE_S
 from megatron_rl.errors import UserError
-from megatron_rl.files import disk_errors
 from megatron_rl.plugins.kinds import KINDS
 from megatron_rl.rewards.processes import WorkerContext, lead_session, start_tracker, worker_states
 from megatron_rl.rewards.worker import call_all, check_function
+from megatron_rl.system.deadlines import NAMED_S, PLUGIN_IMPORT_S, REWARD_TAKE_S
+from megatron_rl.system.files import disk_errors
 from megatron_rl.types import Prompt, Reward, RewardOutcome, Sample
 
 SETTING = KINDS["reward"].setting

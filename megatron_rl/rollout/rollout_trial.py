@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_rl.config.settings import RolloutSettings
-from megatron_rl.deadlines import PLUGIN_PROBE_S
 from megatron_rl.engines.answers import Generation
 from megatron_rl.engines.sampling import Sampling
 from megatron_rl.errors import UserError, counted
 from megatron_rl.rollout.groups import load_rollout, without_exit
 from megatron_rl.rollout.sample_checks import check_samples
+from megatron_rl.system.deadlines import PLUGIN_PROBE_S
 from megatron_rl.types import Experts, Ints, Prompt, Sample, StopReason
 
 if TYPE_CHECKING:

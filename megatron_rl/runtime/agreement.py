@@ -7,12 +7,12 @@ from typing import Any
 
 from megatron_rl.config.derived import start_deadline_s
 from megatron_rl.config.settings import Settings
-from megatron_rl.device import quiet_megatron_imports
 from megatron_rl.engines.sampling import make_sampling
 from megatron_rl.errors import EngineRefusal
 from megatron_rl.observe.metrics import metric_values
 from megatron_rl.rollout.manager import RolloutManager
 from megatron_rl.runtime.run_records import RunRecords
+from megatron_rl.system.device import quiet_megatron_imports
 from megatron_rl.types import Floats
 from megatron_rl.weights.parity import (
     PROBE_PROMPTS,

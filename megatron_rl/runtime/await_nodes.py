@@ -5,8 +5,8 @@ import time
 
 import ray
 
-from megatron_rl.deadlines import NODES_START_S
 from megatron_rl.errors import DeadlineError, MegatronRLError
+from megatron_rl.system.deadlines import NODES_START_S
 
 POLL_S = 2.0
 

@@ -26,7 +26,7 @@ def cluster_device_kind() -> DeviceKind:
 def cluster_capability() -> tuple[int, int]:
     """Return the compute capability of the run's GPUs, by Ray's GPU name, this machine, or Hopper's."""
     # torch, whose import an engine's process should not wait for.
-    from megatron_rl.device import local_capability
+    from megatron_rl.system.device import local_capability
 
     names = {name.removeprefix("accelerator_type:") for name in ray.cluster_resources()}
     named = (gpu.capability for gpu in GPUS.values() if gpu.name.partition("-")[0] in names)

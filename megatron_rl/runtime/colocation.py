@@ -10,11 +10,11 @@ from collections.abc import Collection, Coroutine
 from enum import Enum
 from typing import Any, TypeAlias
 
-from megatron_rl.deadlines import SYNC_S
 from megatron_rl.engines.client import ENGINE_PARTS, EngineClient, EnginePart
 from megatron_rl.rollout.manager import RolloutManager
 from megatron_rl.runtime.trainers import TrainerGroup
 from megatron_rl.runtime.watchdog import Watchdog
+from megatron_rl.system.deadlines import SYNC_S
 from megatron_rl.training.offload import PARTS, Part
 
 Engines: TypeAlias = RolloutManager | EngineClient

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from megatron_rl.device import quiet_megatron_imports
 from megatron_rl.errors import UserError
-from megatron_rl.files import check_room, partial_path
-from megatron_rl.leftovers import scratch_directory
+from megatron_rl.system.device import quiet_megatron_imports
+from megatron_rl.system.files import check_room, partial_path
+from megatron_rl.system.leftovers import scratch_directory
 
 with quiet_megatron_imports():
     from megatron_rl.checkpoints import manifest

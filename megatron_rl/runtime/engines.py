@@ -16,12 +16,12 @@ from ray.exceptions import GetTimeoutError
 from megatron_rl.config.derived import dtype_name, start_deadline_s
 from megatron_rl.config.settings import ModelSettings, Settings, TrainingSettings, WeightSettings
 from megatron_rl.config.yaml_text import format_value
-from megatron_rl.deadlines import ENGINES_STOP_S
 from megatron_rl.engines.answers import MixtureShape
 from megatron_rl.engines.engine import Engine, EngineAddress
 from megatron_rl.engines.server_args import server_arguments
 from megatron_rl.runtime.cluster import Reservation, enter_directory, own_gpus
 from megatron_rl.runtime.watchdog import ACTOR_DEATHS, Watchdog
+from megatron_rl.system.deadlines import ENGINES_STOP_S
 
 if TYPE_CHECKING:
     from megatron_rl.runtime.engine_model import EngineModel

@@ -35,14 +35,11 @@ from megatron_rl.config.settings import (
 from megatron_rl.data.row_files import check_is_data_file
 from megatron_rl.data.source import RunPrompts
 from megatron_rl.data.tokenizer import check_ends, load_tokenizer
-from megatron_rl.device import local_device, quiet_megatron_imports
 from megatron_rl.engines.server_args import check_environment, check_records_routing, check_tensor_parallel, validate_server_args
 from megatron_rl.errors import UserError, counted, sized
-from megatron_rl.files import MANIFEST
 from megatron_rl.observe.memory import available_memory_bytes
 from megatron_rl.observe.sinks import check_installed
 from megatron_rl.plugins.loader import load
-from megatron_rl.process_variables import interface_names
 from megatron_rl.rewards.runner import RewardRunner
 from megatron_rl.rollout.groups import load_rollout
 from megatron_rl.rollout.rollout_trial import RolloutTrial
@@ -50,6 +47,9 @@ from megatron_rl.runtime.engine_model import planned_model
 from megatron_rl.runtime.placement import Placement
 from megatron_rl.runtime.plugin_contracts import require
 from megatron_rl.runtime.ray_session import check_answers
+from megatron_rl.system.device import local_device, quiet_megatron_imports
+from megatron_rl.system.files import MANIFEST
+from megatron_rl.system.process_variables import interface_names
 
 with quiet_megatron_imports():
     from megatron_rl.checkpoints.manifest import changed_texts

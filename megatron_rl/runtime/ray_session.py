@@ -17,10 +17,10 @@ from typing import Any
 import psutil
 
 from megatron_rl.config.settings import RuntimeSettings
-from megatron_rl.deadlines import RAY_ANSWER_S, RAY_JOIN_S, RAY_LEAVE_S, RAY_SILENT_S, RAY_START_S, RAY_STOP_S
 from megatron_rl.errors import DeadlineError, UserError, WorkerDiedError, counted
-from megatron_rl.leftovers import scratch_directory, shared_memory_of
 from megatron_rl.runtime.grace import ENDING
+from megatron_rl.system.deadlines import RAY_ANSWER_S, RAY_JOIN_S, RAY_LEAVE_S, RAY_SILENT_S, RAY_START_S, RAY_STOP_S
+from megatron_rl.system.leftovers import scratch_directory, shared_memory_of
 
 OBJECT_STORE_BYTES = 256 * 1024 * 1024
 POLL_S = 0.1

@@ -23,9 +23,9 @@ from megatron_rl.config.settings import RunSettings, Settings
 from megatron_rl.config.yaml_text import by_path, format_value
 from megatron_rl.data.buffer import BUFFER_FILE
 from megatron_rl.data.sqlite_file import check_database
-from megatron_rl.device import quiet_megatron_imports
 from megatron_rl.errors import UserError, counted
 from megatron_rl.observe.sinks import METRICS_FILE, read_metrics
+from megatron_rl.system.device import quiet_megatron_imports
 
 with quiet_megatron_imports():
     from megatron_rl.checkpoints import manifest

@@ -26,7 +26,6 @@ from megatron_rl.checkpoints.run_checkpoints import (
 )
 from megatron_rl.config.derived import request_deadline_s, reward_workers, sync_deadline_s
 from megatron_rl.config.settings import ModelSettings, RewardSettings, RolloutSettings, Settings
-from megatron_rl.deadlines import ENGINE_CONTROL_S
 from megatron_rl.errors import CheckpointError, DeadlineError, MegatronRLError, UserError, counted
 from megatron_rl.observe.console import PhaseProgress
 from megatron_rl.observe.metrics import Mean, Metric, metric_values
@@ -39,6 +38,7 @@ from megatron_rl.runtime.grace import finishing_first
 from megatron_rl.runtime.run_records import RunRecords
 from megatron_rl.runtime.trainers import TrainerGroup
 from megatron_rl.runtime.watchdog import Watchdog
+from megatron_rl.system.deadlines import ENGINE_CONTROL_S
 from megatron_rl.types import TrainBatch
 from megatron_rl.weights.sync import WeightSync
 

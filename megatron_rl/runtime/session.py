@@ -17,10 +17,7 @@ from megatron_rl.config.derived import dtype_name
 from megatron_rl.config.load import dump_settings
 from megatron_rl.config.settings import ModelSettings, Settings
 from megatron_rl.data.buffer import BUFFER_FILE
-from megatron_rl.device import chosen_row_maths, quiet_megatron_imports
 from megatron_rl.errors import CheckpointError, MegatronRLError, ResumableError, WorkerDiedError
-from megatron_rl.files import disk_errors, write_atomic
-from megatron_rl.leftovers import remove_leftovers, scratch_directory
 from megatron_rl.observe.console import RL_COLUMNS, RL_COLUMNS_WITHOUT_REFERENCE, SUPERVISED_COLUMNS, Column, RunConsole
 from megatron_rl.observe.memory import PeakMemory
 from megatron_rl.observe.metrics import metric_values
@@ -36,6 +33,9 @@ from megatron_rl.runtime.run import Run, generation_deadline_s
 from megatron_rl.runtime.run_records import RunRecords
 from megatron_rl.runtime.start import RunStart, StartReport
 from megatron_rl.runtime.trainers import spare_what_is_loaded
+from megatron_rl.system.device import chosen_row_maths, quiet_megatron_imports
+from megatron_rl.system.files import disk_errors, write_atomic
+from megatron_rl.system.leftovers import remove_leftovers, scratch_directory
 from megatron_rl.types import Sample
 
 with quiet_megatron_imports():

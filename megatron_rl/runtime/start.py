@@ -21,14 +21,10 @@ from megatron_rl.config.derived import dtype_name, sync_deadline_s
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.buffer import BUFFER_FILE
 from megatron_rl.data.source import RunPrompts
-from megatron_rl.deadlines import ENGINE_CONTROL_S, PLACEMENT_S, REWARDS_START_S
-from megatron_rl.device import quiet_megatron_imports
 from megatron_rl.engines.engine import EngineAddress
 from megatron_rl.errors import UserError
-from megatron_rl.files import claim
 from megatron_rl.observe.console import RunConsole
 from megatron_rl.observe.timing import PhaseTimer
-from megatron_rl.process_variables import shared_variables
 from megatron_rl.rollout.manager import RolloutManager
 from megatron_rl.runtime.cluster import Reservation, cluster_device_kind, reserve
 from megatron_rl.runtime.colocation import Phase, SharedDevices
@@ -42,6 +38,10 @@ from megatron_rl.runtime.supervised_run import SupervisedRun
 from megatron_rl.runtime.target import no_gpu
 from megatron_rl.runtime.trainers import TrainerGroup
 from megatron_rl.runtime.watchdog import Watchdog
+from megatron_rl.system.deadlines import ENGINE_CONTROL_S, PLACEMENT_S, REWARDS_START_S
+from megatron_rl.system.device import quiet_megatron_imports
+from megatron_rl.system.files import claim
+from megatron_rl.system.process_variables import shared_variables
 from megatron_rl.weights.sync import TRANSPORTS, WeightSync
 from megatron_rl.weights.transport import Surroundings, WeightTransport
 

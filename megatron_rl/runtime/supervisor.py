@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron_rl.errors import UserError
-from megatron_rl.leftovers import adopt_orphans, die_with_parent
 from megatron_rl.runtime.grace import ENDING, PASSED_ON
+from megatron_rl.system.leftovers import adopt_orphans, die_with_parent
 
 _PARENT_DIED = signal.SIGUSR1
 _PATIENCE = 2

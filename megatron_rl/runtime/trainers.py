@@ -14,12 +14,12 @@ import ray
 from megatron_rl.checkpoints import training_state
 from megatron_rl.config.derived import start_deadline_s, step_deadline_s
 from megatron_rl.config.settings import Settings
-from megatron_rl.deadlines import RANK_ANSWER_S, RANKS_START_S
 from megatron_rl.engines.engine import free_port
 from megatron_rl.errors import UserError
 from megatron_rl.observe.metrics import Metric, merge_metrics
 from megatron_rl.runtime.cluster import Reservation, enter_directory, gpu_order, own_gpus
 from megatron_rl.runtime.watchdog import Watchdog
+from megatron_rl.system.deadlines import RANK_ANSWER_S, RANKS_START_S
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.training.whole_batch import divide
 from megatron_rl.types import Floats, TrainBatch

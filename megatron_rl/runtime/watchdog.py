@@ -21,8 +21,8 @@ from typing import Any, TypeAlias, TypeVar, overload
 import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
-from megatron_rl.deadlines import CAUSE_S, CLOSE_S, LOOP_STOP_S, NAMED_S
 from megatron_rl.errors import DeadlineError, MegatronRLError, UserError, WorkerDiedError
+from megatron_rl.system.deadlines import CAUSE_S, CLOSE_S, LOOP_STOP_S, NAMED_S
 
 Future = concurrent.futures.Future[Any]
 GoesOn = Callable[[Exception], bool]

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save
 
-from megatron_rl.files import write_atomic
+from megatron_rl.system.files import write_atomic
 from megatron_rl.training.advantages import TokenData
 from megatron_rl.training.micro_batch import MicroBatch
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from megatron.core import parallel_state
 from torch import distributed
 
-from megatron_rl.device import Device, local_device, prepare_megatron
 from megatron_rl.errors import UserError, counted
+from megatron_rl.system.device import Device, local_device, prepare_megatron
 from megatron_rl.training.topology import Topology, initialize, initialize_groups
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_rl.data.packing import MicroBatchTokens, micro_batch_tokens, pack, sequence_multiple, trainable_targets
-from megatron_rl.device import in_host_memory, to_device
 from megatron_rl.models.experts.routed_tokens import RoutedTokens
 from megatron_rl.models.packed_sequences import PackedSequences, packed_sequences
+from megatron_rl.system.device import in_host_memory, to_device
 from megatron_rl.training.topology import Place, Topology
 from megatron_rl.types import Ints, TrainBatch
 

@@ -16,10 +16,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_rl.algorithms.log_prob import TokenStatistics
-from megatron_rl.device import to_device
 from megatron_rl.models.build import PolicyModel, forward_selected
 from megatron_rl.models.experts.routed_tokens import RouterStep, Routing
 from megatron_rl.models.language_model_head import TokenQuestion
+from megatron_rl.system.device import to_device
 from megatron_rl.training.collectives import from_last_stage, sum_over_context_parallel
 from megatron_rl.training.micro_batch import MicroBatch
 from megatron_rl.training.topology import Place

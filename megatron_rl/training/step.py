@@ -24,11 +24,11 @@ from megatron_rl.algorithms.objective import Objective
 from megatron_rl.algorithms.policy_loss import Clip
 from megatron_rl.algorithms.selection import step_statistics
 from megatron_rl.checkpoints.optimizer_shards import parts_of
-from megatron_rl.device import to_device
 from megatron_rl.models.build import TrainedModel
 from megatron_rl.models.experts.routed_tokens import RouterStep
 from megatron_rl.models.hf_weights import expert_biases
 from megatron_rl.observe.metrics import Last, Mean, Metric, Sum
+from megatron_rl.system.device import to_device
 from megatron_rl.training import passes
 from megatron_rl.training.advantages import TokenData
 from megatron_rl.training.collectives import gather_on_last_stage, sum_over_ranks, sum_sequences

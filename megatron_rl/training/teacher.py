@@ -13,13 +13,13 @@ from torch import Tensor
 from megatron_rl.checkpoints.stored_weights import load_hf_weights
 from megatron_rl.config.settings import ModelSettings, TopologySettings
 from megatron_rl.data.tokenizer import load_tokenizer
-from megatron_rl.device import Device, local_capability
 from megatron_rl.errors import UserError, counted
 from megatron_rl.models.attention.attention_choice import Attention, resolve_attention
 from megatron_rl.models.build import PolicyModel, build_model
 from megatron_rl.models.megatron_config import transformer_config
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.read_spec import read_model_spec
+from megatron_rl.system.device import Device, local_capability
 from megatron_rl.training import passes
 from megatron_rl.training.micro_batch import MicroBatch
 from megatron_rl.training.model_check import check_layout

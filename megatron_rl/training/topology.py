@@ -13,9 +13,9 @@ from torch import distributed
 
 from megatron_rl.config.checks import topology_contradictions
 from megatron_rl.config.settings import TopologySettings
-from megatron_rl.device import Device
 from megatron_rl.errors import UserError, counted
-from megatron_rl.rendezvous import join_store, serve_store
+from megatron_rl.system.device import Device
+from megatron_rl.system.rendezvous import join_store, serve_store
 
 
 @dataclass(frozen=True, slots=True)

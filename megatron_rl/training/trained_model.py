@@ -9,7 +9,6 @@ from megatron.core.distributed import finalize_model_grads
 from megatron_rl.checkpoints.stored_weights import load_hf_weights
 from megatron_rl.config.derived import dtype_name
 from megatron_rl.config.settings import ModelSettings, TrainingSettings
-from megatron_rl.device import Device, local_capability, prepare_megatron
 from megatron_rl.errors import UserError
 from megatron_rl.models.attention.attention_choice import resolve_attention
 from megatron_rl.models.build import PolicyModel, TrainedModel, build_model
@@ -18,6 +17,7 @@ from megatron_rl.models.language_model_head import replace_heads
 from megatron_rl.models.megatron_config import transformer_config
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.parameter_marks import mark_parameters
+from megatron_rl.system.device import Device, local_capability, prepare_megatron
 from megatron_rl.training.collectives import true_on_ranks
 from megatron_rl.training.optimizer import build_optimizer, build_scheduler, make_configs, wrap_ddp
 

@@ -13,7 +13,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from megatron_rl.engines.client import EngineClient
 from megatron_rl.errors import EngineError
-from megatron_rl.rendezvous import serve_store
+from megatron_rl.system.rendezvous import serve_store
 from megatron_rl.weights.transport import BucketTransport, Surroundings, WeightSender, WeightSource, WeightSpec, fill_buckets, take_all
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_rl.engines.client import EngineClient
-from megatron_rl.files import partial_path
+from megatron_rl.system.files import partial_path
 from megatron_rl.weights.transport import Surroundings, WeightSender, WeightSource, WeightTransport
 
 

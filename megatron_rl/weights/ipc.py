@@ -34,9 +34,9 @@ from torch.multiprocessing import reductions
 
 from megatron_rl.engines.client import EngineClient
 from megatron_rl.errors import UserError
-from megatron_rl.leftovers import SHARED_MEMORY, Scratch, scratch_directory
-from megatron_rl.process_variables import ALLOCATOR_VARIABLES
-from megatron_rl.rendezvous import join_store, serve_store
+from megatron_rl.system.leftovers import SHARED_MEMORY, Scratch, scratch_directory
+from megatron_rl.system.process_variables import ALLOCATOR_VARIABLES
+from megatron_rl.system.rendezvous import join_store, serve_store
 from megatron_rl.weights.transport import BucketTransport, Surroundings, WeightSender, WeightSource, WeightSpec, fill_buckets, take_all
 
 POLL_S = 0.002

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from megatron_rl.engines.client import EngineClient
 from megatron_rl.errors import EngineError
-from megatron_rl.files import runs_of_bytes
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.weight_table import rules, tensor_shapes
+from megatron_rl.system.files import runs_of_bytes
 
 BUCKET_BYTES = 512 * 1024 * 1024
 _FUSED_MODULE = ".self_attn."

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.leftovers import remove_leftovers
+from megatron_rl.system.leftovers import remove_leftovers
 
 KILLED = """
 import os, signal, sys, tempfile, torch
 tempfile.tempdir = sys.argv[1]
-from megatron_rl.leftovers import Scratch
+from megatron_rl.system.leftovers import Scratch
 from megatron_rl.weights.ipc import allocate_shared, shared_files
 flat = allocate_shared(1 << 20, torch.device("cpu"))
 places = shared_files(flat)

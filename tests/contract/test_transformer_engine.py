@@ -21,7 +21,7 @@ from te_sources import ALLOWED, NEWEST, PAIRS, Pair
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.read_spec import read_model_spec
 from megatron_rl.models.weight_table import Sharding, rules, shard
-from megatron_rl.versions import installed_version
+from megatron_rl.system.versions import installed_version
 from tests.tiny_families import FAMILIES
 
 REHEARSAL = Path(__file__).parents[1] / "rehearsal"

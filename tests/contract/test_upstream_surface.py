@@ -29,7 +29,7 @@ from megatron_rl.engines.engine import EngineAddress
 from megatron_rl.engines.sampling import Sampling
 from megatron_rl.engines.server_args import OWNED, OWNED_PREFIXES, RECORD_ROUTING, server_arguments
 from megatron_rl.errors import EngineError
-from megatron_rl.versions import known_releases
+from megatron_rl.system.versions import known_releases
 from megatron_rl.weights.ipc import handle_of
 
 ROOT = Path(__file__).parents[2]

@@ -46,7 +46,7 @@ def work(rank: int, world_size: int, init_method: str, paths: dict[str, str]):
     """For every model and layout: (model, layout) -> local logits, tokens, exported gradients, exported weights."""
     from megatron.core import parallel_state, tensor_parallel
 
-    from megatron_rl.device import local_device, prepare_megatron
+    from megatron_rl.system.device import local_device, prepare_megatron
 
     prepare_megatron(local_device())
     dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world_size)
@@ -68,12 +68,12 @@ def one_case(path: Path, topology: dict, world_size: int) -> dict:
 
     from megatron_rl.checkpoints.stored_weights import load_hf_weights
     from megatron_rl.config.settings import TopologySettings
-    from megatron_rl.device import local_device
     from megatron_rl.models.build import build_model
     from megatron_rl.models.hf_weights import export_hf_weights
     from megatron_rl.models.megatron_config import transformer_config
     from megatron_rl.models.packed_sequences import packed_sequences
     from megatron_rl.models.read_spec import read_model_spec
+    from megatron_rl.system.device import local_device
     from megatron_rl.weights.transport import WeightSpec, exported_specs
 
     spec = read_model_spec(path)

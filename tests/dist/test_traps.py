@@ -103,7 +103,7 @@ def send_freed(rank: int, world_size: int, init_method: str) -> list[float]:
     import torch
     from torch import distributed
 
-    from megatron_rl.device import local_device, prepare_megatron
+    from megatron_rl.system.device import local_device, prepare_megatron
 
     prepare_megatron(local_device())
     from megatron.core.pipeline_parallel.schedules import deallocate_output_tensor

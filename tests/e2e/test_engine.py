@@ -31,8 +31,8 @@ from megatron_rl.engines.engine_pool import EnginePool
 from megatron_rl.engines.sampling import Sampling, make_sampling
 from megatron_rl.engines.server_args import server_arguments
 from megatron_rl.errors import EngineError, UserError
-from megatron_rl.leftovers import remove_leftovers
 from megatron_rl.rollout.generator import together
+from megatron_rl.system.leftovers import remove_leftovers
 from megatron_rl.types import Group, Prompt, StopReason
 from megatron_rl.weights.broadcast import BroadcastGroup, join_as_sender
 

@@ -28,8 +28,8 @@ from megatron_rl.engines.engine_pool import EnginePool
 from megatron_rl.engines.sampling import Sampling
 from megatron_rl.engines.server_args import server_arguments
 from megatron_rl.errors import ParityError
-from megatron_rl.leftovers import SHARED_MEMORY
 from megatron_rl.models.read_spec import read_model_spec
+from megatron_rl.system.leftovers import SHARED_MEMORY
 from megatron_rl.training.topology import shutdown
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.types import Floats, Prompt, TrainBatch

@@ -20,7 +20,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from megatron_rl.megatron_shims import SHIMS, Delegate
+from megatron_rl.system.megatron_shims import SHIMS, Delegate
 
 _BASE = torch._C.TensorBase
 
@@ -206,7 +206,7 @@ def pretend(capability: tuple[int, int] = (9, 0)) -> TensorsOnCpu:
 
     vars(torch.autograd)["_engine_run_backward"] = run_inside
     mode.__enter__()
-    device = importlib.import_module("megatron_rl.device")
+    device = importlib.import_module("megatron_rl.system.device")
     import_alone = vars(device)["import_megatron"]
     # Of the GPU stack, it loads a part of the driver, which nobody pretends.
     sys.modules.setdefault("flash_mla", None)  # type: ignore[arg-type]
@@ -256,7 +256,7 @@ def load_te(sources: Sequence[str]) -> None:
     config = importlib.import_module("megatron_rl.models.megatron_config")
     check_backend = vars(config)["check_attention_backend"]
     vars(config)["check_attention_backend"] = lambda backend, **named: check_backend(backend, **{**named, "dtype": torch.bfloat16})
-    vars(importlib.import_module("megatron_rl.device"))["import_megatron"]()
+    vars(importlib.import_module("megatron_rl.system.device"))["import_megatron"]()
 
 
 def without_any_gpu() -> None:

@@ -104,7 +104,7 @@ def plain(value: Any) -> Any:
 
 def main(orders: str, results: str) -> None:
     """Carry out all orders."""
-    from megatron_rl.device import chosen_backends, local_device, prepare_megatron
+    from megatron_rl.system.device import chosen_backends, local_device, prepare_megatron
 
     given = json.loads(Path(orders).read_text(encoding="utf-8"))
     pretended_gpu.pretend(tuple(given.get("capability", (9, 0))))

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from megatron_rl.versions import installed_version, known_releases
+from megatron_rl.system.versions import installed_version, known_releases
 
 _UNREACHABLE = re.compile(r"connection|timed out|timeout|proxy|resolve host|name resolution|ssl", re.IGNORECASE)
 _PINS = Path(__file__).parents[2] / "tools/requirements/gpu-build.txt"

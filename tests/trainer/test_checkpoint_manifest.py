@@ -13,9 +13,9 @@ import torch
 from megatron_rl.checkpoints import manifest, training_state
 from megatron_rl.checkpoints.manifest import entry_of
 from megatron_rl.convert.conversion import Options, convert
-from megatron_rl.device import megatron_version
 from megatron_rl.errors import UserError
-from megatron_rl.files import MANIFEST
+from megatron_rl.system.device import megatron_version
+from megatron_rl.system.files import MANIFEST
 from megatron_rl.training.trainer import Trainer
 
 SUPERVISED = {"policy_loss": "sft"}

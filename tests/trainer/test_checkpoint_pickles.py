@@ -14,9 +14,9 @@ from torch.distributed.checkpoint import FileSystemReader, metadata
 
 from megatron_rl.checkpoints import manifest
 from megatron_rl.checkpoints.pickles import FORMAT, RecordsUnpickler
-from megatron_rl.device import megatron_version
 from megatron_rl.errors import UserError
-from megatron_rl.files import MANIFEST
+from megatron_rl.system.device import megatron_version
+from megatron_rl.system.files import MANIFEST
 
 SUPERVISED = {"policy_loss": "sft"}
 

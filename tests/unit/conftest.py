@@ -11,7 +11,7 @@ def _groups_of_one(tmp_path_factory: pytest.TempPathFactory):
     import torch.distributed as dist
     from megatron.core import parallel_state
 
-    from megatron_rl.device import local_device, prepare_megatron
+    from megatron_rl.system.device import local_device, prepare_megatron
 
     prepare_megatron(local_device())
     torch.set_num_threads(1)

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_rl.device import Device, local_device
 from megatron_rl.doctor import on_rank as module
 from megatron_rl.planning.step_time import Rates
+from megatron_rl.system.device import Device, local_device
 
 SECONDS = 4.0
 

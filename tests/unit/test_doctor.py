@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 from megatron_rl.check import Check, report
 from megatron_rl.doctor import machine as doctor
 from megatron_rl.doctor.machine import GIB
-from megatron_rl.versions import Release, installed_version, known_releases, transformer_engine_release
+from megatron_rl.system.versions import Release, installed_version, known_releases, transformer_engine_release
 
 ROOT = Path(__file__).parents[2]
 ON_GPU_STACK = installed_version("sglang-kernel") is not None

@@ -11,12 +11,12 @@ from packaging.utils import canonicalize_name
 
 PACKAGE = Path(__file__).parents[2] / "megatron_rl"
 
-# Lower tiers first. A room imports itself and rooms of lower tiers; `files` and `versions` are as basic as the records.
+# Lower tiers first. A room imports itself and rooms of lower tiers.
 TIERS = (
-    ("types", "frozen_arrays", "errors", "deadlines", "files", "versions", "leftovers", "process_variables", "megatron_shims"),
-    ("check", "plugins"),
+    ("errors", "system"),
+    ("types", "check", "plugins"),
     ("algorithms", "data", "rewards", "config", "observe"),
-    ("device", "rendezvous", "engines", "models", "checkpoints", "rollout", "training", "weights"),
+    ("engines", "models", "checkpoints", "rollout", "training", "weights"),
     ("runtime",),
     ("planning",),
     ("convert", "exit_status", "report", "serve"),
@@ -24,19 +24,15 @@ TIERS = (
 )
 # Within a tier rooms stand side by side, except for these uses.
 SIDEWAYS = {
-    "types": {"errors", "frozen_arrays"},
-    "files": {"errors"},
-    "process_variables": {"errors", "versions"},
+    "system": {"errors"},
     "config": {"algorithms"},  # the objective is a section of the settings
     "data": {"config"},
     "rewards": {"config"},
     "observe": {"config"},
-    "models": {"device"},
-    "checkpoints": {"device", "models"},
-    "training": {"checkpoints", "device", "models", "rendezvous"},
-    "engines": {"device", "rendezvous"},
+    "checkpoints": {"models"},
+    "training": {"checkpoints", "models"},
     "rollout": {"engines"},
-    "weights": {"device", "engines", "models", "rendezvous"},
+    "weights": {"engines", "models"},
     "cli": {"doctor"},
     "__main__": {"cli"},
 }
@@ -44,13 +40,7 @@ SIDEWAYS = {
 LIGHT = (
     "check",
     "types",
-    "frozen_arrays",
     "errors",
-    "deadlines",
-    "files",
-    "versions",
-    "leftovers",
-    "process_variables",
     "plugins",
     "algorithms",
     "data",
@@ -61,7 +51,7 @@ LIGHT = (
 HEAVY_PACKAGES = {"megatron", "sglang", "ray"}
 # Heavy packages of the other rooms: Ray places processes, and only the runtime knows.
 ALLOWED_HEAVY = {
-    "device": {"megatron"},
+    "system": {"megatron"},  # by a function that a rank calls before all else
     "models": {"megatron"},
     "checkpoints": {"megatron"},
     "training": {"megatron"},

@@ -41,7 +41,7 @@ from training import make_settings
 
 from megatron_rl.checkpoints.manifest import entry_of
 from megatron_rl.config.settings import Settings
-from megatron_rl.device import quiet_megatron_imports
+from megatron_rl.system.device import quiet_megatron_imports
 
 GOAL_SHARE, GOAL_PAUSE = 0.9, 0.1
 ROLLOUT_S = 1.0

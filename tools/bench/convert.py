@@ -34,7 +34,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_rl.device import local_device, prepare_megatron, quiet_megatron_imports
+from megatron_rl.system.device import local_device, prepare_megatron, quiet_megatron_imports
 
 with quiet_megatron_imports():
     from megatron_rl.checkpoints.hugging_face import save_hf

@@ -23,10 +23,10 @@ from weights import Peak, memory_bytes
 
 from megatron_rl.config.gpus import Gpu
 from megatron_rl.config.settings import Settings
-from megatron_rl.device import quiet_megatron_imports
 from megatron_rl.doctor import on_rank
 from megatron_rl.doctor.node import Joined, Node
 from megatron_rl.errors import MegatronRLError
+from megatron_rl.system.device import quiet_megatron_imports
 from megatron_rl.weights.sync import TRANSPORTS
 from megatron_rl.weights.transport import BUCKET_BYTES
 

@@ -30,7 +30,7 @@ from torch import Tensor, distributed, nn
 
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.packing import make_shards, micro_batch_tokens, pack, sequence_cost, sequence_multiple
-from megatron_rl.device import quiet_megatron_imports
+from megatron_rl.system.device import quiet_megatron_imports
 from megatron_rl.types import Ints, Shard, TrainBatch
 
 PARTS = ("packing", "step")

@@ -38,12 +38,12 @@ from safetensors import safe_open
 from torch.distributed import distributed_c10d as c10d
 from training import MODELS, make_model, make_settings
 
-from megatron_rl.device import quiet_megatron_imports
 from megatron_rl.engines.client import EngineClient
 from megatron_rl.engines.engine import Engine
 from megatron_rl.engines.engine_pool import EnginePool
 from megatron_rl.engines.server_args import server_arguments
-from megatron_rl.rendezvous import join_store
+from megatron_rl.system.device import quiet_megatron_imports
+from megatron_rl.system.rendezvous import join_store
 from megatron_rl.weights.sync import TRANSPORTS, WeightSync
 from megatron_rl.weights.transport import SenderPlan, Surroundings, WeightSender, WeightSpec
 

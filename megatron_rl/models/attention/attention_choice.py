@@ -6,10 +6,10 @@ from typing import Any, Literal
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_rl.device import chosen_backends
 from megatron_rl.errors import UserError
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.upstream_fields import checked_fields
+from megatron_rl.system.device import chosen_backends
 
 Attention = Literal["torch", "transformer_engine"]
 Capability = tuple[int, int]

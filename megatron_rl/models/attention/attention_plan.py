@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megatron_rl.device import to_device
+from megatron_rl.system.device import to_device
 
 Ints = NDArray[np.int64]
 # Shorter blocks of a windowed layer's queries are not worth a separate call.

@@ -14,9 +14,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megatron_rl.device import to_device
 from megatron_rl.errors import UserError
 from megatron_rl.models.config_json import JsonObject
+from megatron_rl.system.device import to_device
 
 RotaryKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
 

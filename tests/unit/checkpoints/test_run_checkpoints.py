@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from megatron_rl import files
 from megatron_rl.checkpoints import run_checkpoints
 from megatron_rl.checkpoints.run_checkpoints import (
     CheckpointWriter,
@@ -21,6 +20,7 @@ from megatron_rl.checkpoints.run_checkpoints import (
 )
 from megatron_rl.config.settings import RunSettings
 from megatron_rl.errors import UserError
+from megatron_rl.system import files
 
 
 class Ranks:

@@ -14,7 +14,6 @@ import torch
 from layout_table import DENSE_FAMILIES, MIXTURE_FAMILIES
 from safetensors.torch import load_file, save_file
 
-from megatron_rl import files
 from megatron_rl.checkpoints import manifest
 from megatron_rl.checkpoints.hugging_face import save_hf
 from megatron_rl.checkpoints.manifest import entry_of
@@ -24,6 +23,7 @@ from megatron_rl.convert.conversion import Options, convert
 from megatron_rl.errors import UserError
 from megatron_rl.models.read_spec import read_model_spec
 from megatron_rl.models.weight_table import tensor_shapes
+from megatron_rl.system import files
 
 FAMILIES = {
     "qwen3": {},

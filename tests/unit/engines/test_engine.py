@@ -13,7 +13,7 @@ from megatron_rl.engines import engine as module
 from megatron_rl.engines.engine import Engine
 from megatron_rl.engines.server_args import server_arguments
 from megatron_rl.errors import DeadlineError, EngineDiedError, EngineError, UserError
-from megatron_rl.versions import installed_version
+from megatron_rl.system.versions import installed_version
 
 SERVER = '''#!{python} -IS
 """Ready at once; /server_info fails `failures` times and then takes `seconds`."""

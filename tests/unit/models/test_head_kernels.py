@@ -10,9 +10,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from megatron_rl.algorithms.head_statistics import add_product
-from megatron_rl.device import chosen_row_maths
 from megatron_rl.models import head_kernels
 from megatron_rl.models.language_model_head import row_maths
+from megatron_rl.system.device import chosen_row_maths
 
 PARTIALS = ("logits", "row_stride", "targets", "out", "columns", "start", "inverse_temperature")
 GRADIENT = ("logits", "row_stride", "targets", "numbers", "columns", "width", "start", "inverse_temperature")

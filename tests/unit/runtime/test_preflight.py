@@ -18,7 +18,6 @@ from megatron_rl.config.load import load_settings
 from megatron_rl.config.settings import RewardSettings, RuntimeSettings, Settings
 from megatron_rl.convert.conversion import Options, convert
 from megatron_rl.errors import UserError
-from megatron_rl.files import MANIFEST
 from megatron_rl.planning.launch_plan import launch_plan
 from megatron_rl.rewards.runner import RewardRunner
 from megatron_rl.runtime import preflight as module
@@ -32,6 +31,7 @@ from megatron_rl.runtime.preflight import (
     preflight,
 )
 from megatron_rl.runtime.target import find_target
+from megatron_rl.system.files import MANIFEST
 
 REWARD = """
 def score(*, sample):

@@ -260,7 +260,9 @@ def test_a_supervised_run_starts_no_engine(make_settings: Callable[..., Settings
 
 def test_a_directory_has_one_supervised_run_at_a_time(make_settings: Callable[..., Settings], tmp_path: Path) -> None:
     settings = make_settings("objective.policy_loss=sft")
-    code = "import sys, pathlib; from megatron_rl.files import claim; held = claim(pathlib.Path(sys.argv[1]), what=''); input(print())"
+    code = (
+        "import sys, pathlib; from megatron_rl.system.files import claim; held = claim(pathlib.Path(sys.argv[1]), what=''); input(print())"
+    )
     other = subprocess.Popen([sys.executable, "-c", code, tmp_path / "run" / "run.lock"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert other.stdin is not None and other.stdout is not None and other.stdout.readline()
     with pytest.raises(UserError, match=rf"run\.directory .*run is in use by process {other.pid}; wait for that run or choose another"):

@@ -20,7 +20,7 @@ from torch.distributed import HashStore, Store
 from torch.multiprocessing import reductions
 
 from megatron_rl.errors import EngineError, UserError
-from megatron_rl.leftovers import PREFIX
+from megatron_rl.system.leftovers import PREFIX
 from megatron_rl.weights import ipc
 from megatron_rl.weights.ipc import (
     IpcSender,

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from megatron_rl import device
 from megatron_rl.errors import UserError
+from megatron_rl.system import device
 
 
 @pytest.fixture

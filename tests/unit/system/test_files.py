@@ -9,9 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl import files
 from megatron_rl.errors import EngineError, UserError
-from megatron_rl.files import atomic_directory, commit_partial, disk_errors, partial_path, remove_directory, start_partial, write_atomic
+from megatron_rl.system import files
+from megatron_rl.system.files import (
+    atomic_directory,
+    commit_partial,
+    disk_errors,
+    partial_path,
+    remove_directory,
+    start_partial,
+    write_atomic,
+)
 
 
 def test_write_atomic_makes_parents_and_leaves_nothing_else(tmp_path: Path) -> None:
@@ -42,7 +50,7 @@ def test_file_beyond_the_size_limit_keeps_the_old_content(tmp_path: Path) -> Non
     path = tmp_path / "file"
     write_atomic(path, "old")
     script = (
-        "import resource, sys; from pathlib import Path; from megatron_rl.files import write_atomic\n"
+        "import resource, sys; from pathlib import Path; from megatron_rl.system.files import write_atomic\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
         "write_atomic(Path(sys.argv[1]), b'x' * 100_000)"
     )
@@ -109,7 +117,7 @@ def test_processes_fill_one_directory_together(tmp_path: Path) -> None:
 def test_kill_while_replacing_a_directory_never_leaves_a_mixture(tmp_path: Path) -> None:
     """The child replaces a directory of 20 equal files over and over and is killed with SIGKILL at some moment."""
     script = (
-        "import sys; from pathlib import Path; from megatron_rl.files import atomic_directory\n"
+        "import sys; from pathlib import Path; from megatron_rl.system.files import atomic_directory\n"
         "for turn in range(10**9):\n"
         "    with atomic_directory(Path(sys.argv[1])) as directory:\n"
         "        for name in range(20): (directory / str(name)).write_text(str(turn))\n"

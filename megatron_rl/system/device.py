@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_rl.errors import UserError
-from megatron_rl.megatron_shims import SHIMS
-from megatron_rl.process_variables import RANK_VARIABLES
+from megatron_rl.system.megatron_shims import SHIMS
+from megatron_rl.system.process_variables import RANK_VARIABLES
 
 OLDEST_MEGATRON = (0, 16)
 NEWEST_MEGATRON = (0, 19)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 ROOMS = ("training", "checkpoints", "models", "engines", "rollout", "weights", "algorithms")
 WORDS = re.compile(r"cuda(:.*)?|cpu(:.*)?|nccl|gloo|transformer_engine|triton|(CUDA|NCCL|NVTE|PYTORCH_(CUDA|HIP))_\w*")
 """A whole string: a device, a backend, what is taken on GPUs alone, or a variable of the environment."""

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl import device
 from megatron_rl.config.load import load_settings
 from megatron_rl.errors import UserError
-from megatron_rl.process_variables import (
+from megatron_rl.runtime import start
+from megatron_rl.system import device
+from megatron_rl.system.process_variables import (
     RANK_VARIABLES,
     check_directory,
     check_home,
@@ -23,7 +24,6 @@ from megatron_rl.process_variables import (
     settle_output,
     shared_variables,
 )
-from megatron_rl.runtime import start
 
 
 def test_ranks_and_engines_of_a_gpu_run_set_up_nccl_alike():

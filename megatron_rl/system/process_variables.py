@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_rl.errors import UserError
-from megatron_rl.versions import CUDA_MAJOR
+from megatron_rl.system.versions import CUDA_MAJOR
 
 NCCL_VARIABLES = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 """Variables set by SGLang (0.5.23, entrypoints/engine.py) where unset, so also needed by ranks."""

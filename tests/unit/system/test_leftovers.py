@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl import leftovers
-from megatron_rl.leftovers import Scratch, remove_leftovers, scratch_directory, shared_memory_of
+from megatron_rl.system import leftovers
+from megatron_rl.system.leftovers import Scratch, remove_leftovers, scratch_directory, shared_memory_of
 
 KILLED = """
 import os, sys
 from pathlib import Path
-from megatron_rl.leftovers import Scratch
+from megatron_rl.system.leftovers import Scratch
 scratch = Scratch.make()
 scratch.note([Path(name) for name in sys.argv[1:]])
 print(scratch.path, flush=True)

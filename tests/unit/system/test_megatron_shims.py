@@ -7,8 +7,8 @@ import types
 import pytest
 import torch
 
-from megatron_rl import device, megatron_shims
-from megatron_rl.megatron_shims import SHIMS
+from megatron_rl.system import device, megatron_shims
+from megatron_rl.system.megatron_shims import SHIMS
 
 needs_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="shims are applied on machines without a GPU only")
 

@@ -6,7 +6,7 @@ import threading
 import psutil
 import pytest
 
-from megatron_rl.rendezvous import join_store, serve_store
+from megatron_rl.system.rendezvous import join_store, serve_store
 
 
 def listening() -> set[tuple[str, int]]:
