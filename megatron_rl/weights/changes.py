@@ -132,7 +132,7 @@ class Adapter:
         if strange or not downs:
             raise UserError(f"{self._file.parent} has or lacks {strange[:1] or 'every tensor'}, needs pairs of lora_A and lora_B alone")
         pairs = {}
-        for down in downs:
+        for down in sorted(downs):
             module = down.removesuffix(".lora_A.weight").removeprefix("base_model.model.")
             pair = tensors[down], tensors[down.replace(".lora_A.", ".lora_B.")]
             shapes = [tuple(tensor.shape) for tensor in pair]

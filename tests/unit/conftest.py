@@ -1,4 +1,7 @@
-"""One gloo rank with megatron's parallel state, for tests that build the real model in this process."""
+"""One gloo rank with megatron's parallel state, for tests that build the real model in this process; hangups."""
+
+import signal
+from collections.abc import Iterator
 
 import pytest
 
@@ -21,6 +24,14 @@ def _groups_of_one(tmp_path_factory: pytest.TempPathFactory):
     yield
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def hangup_heard() -> Iterator[None]:
+    """Take SIGHUP also where nohup has started the tests and so told them, and all their children, to ignore it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.fixture

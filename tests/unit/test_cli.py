@@ -309,7 +309,7 @@ sys.exit(main(["train", sys.argv[1]]))
 
 
 @pytest.fixture
-def sleeper(config: str) -> Iterator["subprocess.Popen[str]"]:
+def sleeper(config: str, hangup_heard: None) -> Iterator["subprocess.Popen[str]"]:
     with subprocess.Popen([sys.executable, "-c", SLEEPER, config], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         yield process
         process.kill()

@@ -9,7 +9,7 @@ TERM, AGAIN = signal.SIGTERM, PASSED_ON[signal.SIGTERM]
 
 
 @pytest.fixture(autouse=True)
-def grace() -> Iterator[Grace]:
+def grace(hangup_heard: None) -> Iterator[Grace]:
     before = [signal.getsignal(number) for number in (*ENDING, *PASSED_ON.values())]
     with Grace() as handler:
         yield handler

@@ -22,14 +22,7 @@ from megatron_rl.planning.launch_plan import launch_plan
 from megatron_rl.rewards.runner import RewardRunner
 from megatron_rl.runtime import preflight as module
 from megatron_rl.runtime.engines import weight_sync
-from megatron_rl.runtime.preflight import (
-    GIB,
-    check_cpu_memory,
-    check_disk,
-    check_interface,
-    check_run_directory,
-    preflight,
-)
+from megatron_rl.runtime.preflight import GIB, check_cpu_memory, check_disk, check_interface, check_run_directory, preflight
 from megatron_rl.runtime.target import find_target
 from megatron_rl.system.files import MANIFEST
 
