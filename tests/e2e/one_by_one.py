@@ -34,7 +34,7 @@ def score(*, sample: Sample) -> float:
     return sum(digit % 2 == 0 for digit in digits) / max(1, len(digits))
 
 
-async def slow_score(*, sample: Sample) -> float:
-    """The same, after a moment."""
-    await asyncio.sleep(0.2)
+async def slow_score(*, sample: Sample, seconds: float = 0.2) -> float:
+    """Return the same after some seconds."""
+    await asyncio.sleep(seconds)
     return score(sample=sample)

@@ -34,6 +34,8 @@ EXACT = (
     "run.save_interval=1", "run.keep_checkpoints=100",
 )  # fmt: skip
 REWARD = "reward.function=tests.e2e.one_by_one:score"
+SLOW_REWARD = ("reward.function=tests.e2e.one_by_one:slow_score", "reward.args={seconds: 1.0}")
+"""The rewards of REWARD, with steps of a second at least: a loaded machine sees the run before its end."""
 RESUMABLE = 75
 MACHINE = ("time/", "memory/", "rollout/tokens_per_second", "train/tokens_per_second", "rollout/overlap_fraction")
 """Metrics that no two runs share."""
@@ -86,7 +88,7 @@ def reach(moment: Moment, run: Any, directory: Path, *, step: int) -> None:
         run.descendants()
         assert run.process.poll() is None, run.output
         assert time.monotonic() < deadline, f"{moment} of step {step} did not come:\n{run.output}"
-        time.sleep(0.01)
+        time.sleep(0.05)
     time.sleep(moment.delay_s)
 
 
@@ -215,9 +217,9 @@ def test_a_run_that_was_ended_four_times_is_the_run_that_was_not(
 def test_a_run_that_was_asked_to_end_is_the_run_that_was_not(task: Path, tmp_path: Path, start: Callable[..., Any], whole: Path) -> None:
     """Twice the same command."""
     directory = tmp_path / "run"
-    command = (*rl_arguments(task, directory, REWARD, *EXACT, "run.save_interval=0"), "--resume")
+    command = (*rl_arguments(task, directory, *SLOW_REWARD, *EXACT, "run.save_interval=0"), "--resume")
     first = start(*command)
-    first.wait_for(f"  3/{NUM_STEPS}")
+    reach(Moment("rollout", 0.0), first, directory, step=4)
     first.process.send_signal(signal.SIGTERM)
     assert first.wait() == RESUMABLE, first.output
     ended = re.search(r"megatron-rl: ended by SIGTERM; the same command with --resume continues after step (\d)", first.output)
@@ -233,8 +235,8 @@ def test_a_run_whose_engine_died_is_the_run_whose_engine_did_not(
     task: Path, tmp_path: Path, start: Callable[..., Any], whole: Path
 ) -> None:
     directory = tmp_path / "run"
-    run = start(*rl_arguments(task, directory, REWARD, *EXACT, "rollout.num_engines=2"))
-    run.wait_for(f"  2/{NUM_STEPS}")
+    run = start(*rl_arguments(task, directory, *SLOW_REWARD, *EXACT, "rollout.num_engines=2"))
+    reach(Moment("rollout", 0.0), run, directory, step=3)
     run.members("megatron_rl.engines.sglang_server")[0].kill()
     assert run.wait() == 0, run.output
     assert "the run goes on with 1 of 2 engines" in run.output and "Traceback" not in run.output
