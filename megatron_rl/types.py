@@ -161,12 +161,6 @@ class Sample:
         """Return True when the token budget ended the response."""
         return self.stop_reason is StopReason.LENGTH
 
-    @property
-    def num_turns(self) -> int:
-        """Count the model's turns: runs of engine tokens, divided by other tokens."""
-        made = self.weight_versions >= 0
-        return int(made[:1].sum() + (made[1:] & ~made[:-1]).sum())
-
 
 def trajectories(samples: Iterable[Sample]) -> tuple[tuple[Sample, ...], ...]:
     """Return each trajectory's samples by index; trajectories in order of appearance."""

@@ -27,7 +27,7 @@ class PlugInAdvantage(Advantage):
 
     def scores(self, samples: Samples) -> Tensor:
         """Raise ValueError, because the function is not loaded."""
-        raise ValueError(f"Objective.advantage {self.path} is not loaded; take advantage.loaded(plugins.load)")
+        raise ValueError(f"Objective.advantage {self.path} is not loaded; take advantage.loaded(megatron_rl.plugins.loader.load)")
 
     def loaded(self, load: Load) -> LoadedAdvantage:
         """Return the estimator with its function. Raises UserError when the path cannot be imported or does not take `args`."""
@@ -68,7 +68,7 @@ class PlugInLoss(RatioLoss):
 
     def losses(self, terms: PolicyTerms, statistics: Any = None) -> PolicyLossTerms:
         """Raise ValueError, because the function is not loaded."""
-        raise ValueError(f"Objective.policy_loss {self.path} is not loaded; take objective.loaded(plugins.load)")
+        raise ValueError(f"Objective.policy_loss {self.path} is not loaded; take objective.loaded(megatron_rl.plugins.loader.load)")
 
     def loaded(self, load: Load, objective: object) -> LoadedLoss:
         """Return the loss with its function. Raises UserError when the path cannot be imported or does not take `args`."""

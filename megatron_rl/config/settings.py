@@ -1,7 +1,7 @@
 """All settings for users, one class per component.
 
-Unknown keys are errors. Settings are never rewritten after reading: derived values are computed at
-their use and printed by `train --check`. Field descriptions are the help texts of the command line.
+Unknown keys are errors. No set value is rewritten: `decided` fills in the open ones, and `train
+--check` prints them with the derived values. Field descriptions are the help texts of the command line.
 """
 
 from pathlib import Path

@@ -181,7 +181,7 @@ class RolloutManager:
     # The batch of a step
 
     async def next_batch(self, step: int, *, progress: PhaseProgress) -> tuple[TrainBatch, dict[str, Metric]]:
-        """Return the groups of one step, by engines with weights of version `step`, and metrics.
+        """Return the batch of one step, and metrics.
 
         `step` steps are done, so users and the buffer call this one step `step` + 1. Up to
         `rollout.max_staleness` later steps are generated meanwhile, and after the return.

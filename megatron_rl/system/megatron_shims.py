@@ -1,8 +1,8 @@
 """Shims for megatron-core on a machine without a GPU or without Transformer Engine.
 
 Released megatron-core (0.16 to 0.19) assumes CUDA in a handful of places. `prepare_megatron` applies
-`SHIMS`: each entry names the upstream behaviour behind the shim, touches megatron's own modules only,
-and changes nothing for any other caller.
+`SHIMS`: each entry names the upstream behaviour behind the shim, and changes nothing for any other
+caller.
 """
 
 import functools

@@ -156,10 +156,3 @@ def test_a_trajectory_is_a_whole_number_whatever_counted_it() -> None:
     assert type(sample_of(0, np.int64(3)).trajectory) is int  # type: ignore[arg-type]
     with pytest.raises(TypeError):
         sample_of(0, 1.5)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("versions", "turns"), [((), 0), ((-1,), 0), ((2, 2), 1), ((2, 3), 1), ((1, -1, -1, 1, 2, -1), 2), ((-1, 0, -1, 0), 2)]
-)
-def test_turns_are_runs_of_tokens_that_an_engine_made(versions: tuple[int, ...], turns: int) -> None:
-    assert sample_of(0, None, versions=versions).num_turns == turns
