@@ -176,7 +176,7 @@ def test_an_address_where_nothing_listens_is_one_sentence(address: str) -> None:
 
 
 def test_an_address_that_is_no_name_is_one_sentence() -> None:
-    with pytest.raises(UserError, match=r"runtime\.ray_address is 10\.0\.\.1:6379, but nothing answers there .*idna"):
+    with pytest.raises(UserError, match=r"runtime\.ray_address is 10\.0\.\.1:6379, but nothing answers there .*label empty or too long"):
         ray_session.check_answers("10.0..1:6379")
 
 
