@@ -13,7 +13,6 @@ or `buffer_rows.SCHEMA`, describes the tables.
     numpy.frombuffer(response_ids, "<i4")
 """
 
-import dataclasses
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -73,7 +72,8 @@ class Answer:
 class Buffer(SqliteFile):
     """The buffer of one run, held by one process at a time and used by one thread of the process.
 
-    Every method raises UserError when the disk is full or the file cannot be used.
+    Opening puts groups that a killed process had in flight back to pending. Every method raises
+    UserError when the disk is full or the file cannot be used.
     """
 
     def __init__(self, path: Path, *, made_by: str = "{}", note: Callable[[str], None] = print) -> None:
@@ -139,7 +139,7 @@ class Buffer(SqliteFile):
 
     def put_answers(self, group_id: str, answers: Iterable[Answer]) -> None:
         """Save answers for a group in flight until it has samples. Raises ValueError as `put_done`."""
-        rows = [(group_id, *dataclasses.astuple(answer)) for answer in answers]
+        rows = [(group_id, answer.request, answer.content, answer.min_version, answer.max_version) for answer in answers]
         with self._transaction() as connection:
             self._check_in_flight(group_id)
             connection.executemany("INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?, ?)", rows)
@@ -212,10 +212,11 @@ class Buffer(SqliteFile):
     def rewind(self, step: int) -> dict[str, int]:
         """Go back to the checkpoint after `step` steps (1 to `step`), with weights of version `step`.
 
-        Groups consumed by later steps are handed out again. Groups become pending without samples
-        in three cases: a token comes from newer weights, which no longer exist; the group was
-        pruned; or other settings made the group. Failed groups become pending as well, because the
-        user may have fixed the cause: samples are scored again, and failed trajectories made anew.
+        Groups consumed by later steps are handed out again. Consumed and done groups become pending
+        without samples in three cases: a token comes from newer weights, which no longer exist; the
+        group was pruned; or other settings made the group. Failed groups become pending as well,
+        because the user may have fixed the cause: samples without a score are scored again, and
+        failed trajectories made anew.
         Call before generation starts. Returns the number of groups made by other settings, by
         those settings.
         """
@@ -294,7 +295,7 @@ class Buffer(SqliteFile):
         self._connection.execute("DELETE FROM answers WHERE group_id = ?", (group.id,))
         rows = [buffer_rows.sample_row(sample, prompt=group.prompt) for sample in group.samples]
         self._connection.executemany(buffer_rows.INSERT_SAMPLE, rows)
-        failures = [(group.id, *dataclasses.astuple(failure)) for failure in group.failures]
+        failures = [(group.id, failure.cause, failure.headline, failure.trace) for failure in group.failures]
         self._connection.executemany("INSERT INTO failures VALUES (?, ?, ?, ?)", failures)
         self._connection.execute("UPDATE groups SET made_by = ? WHERE id = ?", (self.made_by, group.id))
 

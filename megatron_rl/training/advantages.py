@@ -27,9 +27,10 @@ _TOKENS_PER_SEQUENCE = 2**32
 class TokenData:
     """Arrays [T] aligned with the tokens of a shard's batch; log-probs in nats.
 
-    None: `rollout_log_probs` are unknown, `old_log_probs` are the current policy's, the KL of every
-    token counts (`kl_mask`), or no reference, critic (`old_values`, before the choice of each
-    token, and `returns`) or teacher is in use. `token_keys` name a token within the whole batch
+    `rollout_log_probs` None: the generator's log-probs are not known. `old_log_probs` None: the old
+    policy is the current one. `kl_mask` None: the KL of every token counts. `old_values`, of the
+    states before the choice of each token, and `returns` are a critic's. They, `ref_log_probs` and
+    `teacher_log_probs` are None without such a model. `token_keys` name a token within the whole batch
     under every layout. `trajectory_ids` [B] name each sequence's trajectory in the whole batch, and
     `trajectory_tokens` [B] count its trainable tokens over all ranks; None where each sequence is a
     trajectory.
