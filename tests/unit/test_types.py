@@ -76,7 +76,7 @@ def test_a_token_that_is_not_trained_on_may_hold_anything() -> None:
         ([[1], []], [[2], [3]], "the shortest of 0 tokens"),
         ([[1]], [[2], [3]], "1 prompt, .* and 2 responses"),
         ([[1.5]], [[2]], "prompts with a row of type float64"),
-        ([[-5]], [[2]], "prompts with the token id -5; needs ids of 0 or more"),
+        ([[-1]], [[2]], "prompts with the token id -1; needs ids of 0 or more"),
         ([[0]], [[2, -100]], "responses with the token id -100"),
         ([[1]], [[[2, 3]]], r"responses with a row of type int64, shape \(1, 2\)"),
     ],
