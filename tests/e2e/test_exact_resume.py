@@ -34,8 +34,8 @@ EXACT = (
     "run.save_interval=1", "run.keep_checkpoints=100",
 )  # fmt: skip
 REWARD = "reward.function=tests.e2e.one_by_one:score"
-SLOW_REWARD = ("reward.function=tests.e2e.one_by_one:slow_score", "reward.args={seconds: 1.0}")
-"""The rewards of REWARD, with steps of a second at least: a loaded machine sees the run before its end."""
+SLOW_REWARD = ("reward.function=tests.e2e.one_by_one:slow_score", "reward.args={seconds: 0.02}")
+"""The rewards of REWARD, one after the other: steps of a second at least, so that a loaded machine sees the run before its end."""
 RESUMABLE = 75
 MACHINE = ("time/", "memory/", "rollout/tokens_per_second", "train/tokens_per_second", "rollout/overlap_fraction")
 """Metrics that no two runs share."""

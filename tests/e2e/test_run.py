@@ -146,8 +146,8 @@ def test_a_run_whose_ray_dies_goes_on_from_its_checkpoint(task: Path, tmp_path: 
 @pytest.mark.slow
 def test_a_run_goes_on_without_an_engine_that_dies(task: Path, tmp_path: Path, start: Callable[..., Any]) -> None:
     """Killed in the middle of a rollout, which its reward function keeps going."""
-    reward = ("reward.function=tests.e2e.one_by_one:slow_score", "reward.args={seconds: 1.0}")
-    run = start(*rl_arguments(task, tmp_path / "run", "run.num_steps=4", "run.save_interval=0", "rollout.num_engines=2", *reward))
+    words = ("run.num_steps=4", "run.save_interval=0", "rollout.num_engines=2", "reward.function=tests.e2e.one_by_one:slow_score")
+    run = start(*rl_arguments(task, tmp_path / "run", *words))
     run.wait_for("  1/4")
     run.members("megatron_rl.engines.sglang_server")[0].kill()
     assert run.wait() == 0, run.output
