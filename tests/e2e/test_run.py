@@ -137,7 +137,8 @@ def test_a_run_whose_ray_dies_goes_on_from_its_checkpoint(task: Path, tmp_path: 
     assert "rpc_client.h" not in run.output and "Traceback" not in run.output
     assert run.survivors() == []
     summary = json.loads((directory / "summary.json").read_text())
-    assert summary["status"] == f"failed: WorkerDiedError: {ended[1]}" and summary["steps"] == int(ended[2]) >= 2
+    # Of the last step trained the checkpoint may not have been complete.
+    assert summary["status"] == f"failed: WorkerDiedError: {ended[1]}" and 2 <= int(ended[2]) <= summary["steps"] <= int(ended[2]) + 1
     again = start(*rl_arguments(task, directory, f"run.num_steps={summary['steps'] + 1}", "run.save_interval=1"), "--resume")
     assert again.wait() == 0, again.output
     assert steps_of(directory) == list(range(summary["steps"] + 2))
@@ -148,7 +149,7 @@ def test_a_run_goes_on_without_an_engine_that_dies(task: Path, tmp_path: Path, s
     """Killed in the middle of a rollout, which its reward function keeps going."""
     words = ("run.num_steps=4", "run.save_interval=0", "rollout.num_engines=2", "reward.function=tests.e2e.one_by_one:slow_score")
     run = start(*rl_arguments(task, tmp_path / "run", *words))
-    run.wait_for("  1/4")
+    run.wait_for("\n1/4 ")
     run.members("megatron_rl.engines.sglang_server")[0].kill()
     assert run.wait() == 0, run.output
     assert re.search(r"the run goes on with 1 of 2 engines, because one ended: .*killed by signal 9", run.output), run.output

@@ -187,7 +187,7 @@ def pretend(capability: tuple[int, int] = (9, 0)) -> TensorsOnCpu:
     vars(torch.distributed.distributed_c10d).update(_new_process_group_helper=make_gloo_group, _get_split_source=nothing)
 
     def meet_over_gloo(backend: str = "nccl", *, device_id: Any = None, **named: Any) -> None:
-        assert chosen, "every rank would join NCCL with GPU 0: torch.cuda.set_device comes first"
+        assert chosen or backend == "gloo", "every rank would join NCCL with GPU 0: torch.cuda.set_device comes first"
         meet("gloo", **named)
         if device_id is not None:
             # So that torch asks for the group to split from, of which nccl_rules takes note.
