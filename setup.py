@@ -34,6 +34,8 @@ INSTALL_REQUIRES = [
     "jinja2>=3.1",
     "msgspec>=0.18",
     "packaging>=23",
+    # Messages of a chat to tokens and back, for the families of models; before 1.0 each release may change what it renders.
+    "renderers>=0.1.12,<0.2",
     "ruamel.yaml>=0.18",
     "pebble>=5.0",
     "psutil>=5.9",

@@ -16,16 +16,20 @@ if TYPE_CHECKING:
     from megatron_rl.config.settings import ModelSettings, TopologySettings, TrainingSettings
     from megatron_rl.data.batch import batch_from_sequences
     from megatron_rl.errors import UserError
+    from megatron_rl.plugins.environment import Environment, Reply, ToolError
     from megatron_rl.training.joining import Meeting
     from megatron_rl.training.trainer import Trainer
     from megatron_rl.types import TrainBatch
 
 __all__ = [
+    "Environment",
     "LossInputs",
     "LossOutput",
     "Meeting",
     "ModelSettings",
     "Objective",
+    "Reply",
+    "ToolError",
     "TopologySettings",
     "TrainBatch",
     "Trainer",
@@ -38,11 +42,14 @@ __all__ = [
 ]
 
 _MODULES = {
+    "Environment": "megatron_rl.plugins.environment",
     "LossInputs": "megatron_rl.algorithms.aggregation",
     "LossOutput": "megatron_rl.algorithms.loss",
     "Meeting": "megatron_rl.training.joining",
     "ModelSettings": "megatron_rl.config.settings",
     "Objective": "megatron_rl.algorithms.objective",
+    "Reply": "megatron_rl.plugins.environment",
+    "ToolError": "megatron_rl.plugins.environment",
     "TopologySettings": "megatron_rl.config.settings",
     "TrainBatch": "megatron_rl.types",
     "Trainer": "megatron_rl.training.trainer",

@@ -213,14 +213,12 @@ def check_plugin(path: str, kind: PluginKind | None, words: tuple[str, ...], mod
 
     The exit status is 2 when it breaks one. Example: megatron-rl check-plugin my_package.rewards:score --args threshold=0.5
     """
-    from megatron_rl.data.tokenizer import load_tokenizer
     from megatron_rl.runtime.plugin_contracts import check
 
     args, kind = apply_overrides({}, list(words)), kind or kind_of(path)
-    if model is not None and kind != "rollout":
+    if model is not None and kind not in ("rollout", "environment"):
         raise UserError(f"--model is {model}, but a plug-in of the kind {kind} gets no tokenizer; leave it out")
-    tokenizer = None if model is None else load_tokenizer(model)
-    return 0 if report_checks(check(path, kind, args, tokenizer=tokenizer)) else 2
+    return 0 if report_checks(check(path, kind, args, model=model)) else 2
 
 
 @cli.command(short_help="List the families of models that can be trained.")

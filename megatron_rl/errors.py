@@ -35,6 +35,14 @@ class DamagedCheckpointError(CheckpointError):
     """A checkpoint with other files than the saved ones."""
 
 
+class TrajectoryError(MegatronRLError, RuntimeError):
+    """The failure of one trajectory, with a `cause` to count and the `trace` of the user's code."""
+
+    def __init__(self, cause: str, message: str, trace: str = "") -> None:
+        super().__init__(message)
+        self.cause, self.trace = cause, trace
+
+
 class EngineError(MegatronRLError, RuntimeError):
     """The end of a generation engine, a refused request, or no answer within the deadline."""
 

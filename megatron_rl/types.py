@@ -21,6 +21,8 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
 Bools = NDArray[np.bool_]
+Message = Mapping[str, Any]
+"""A message of a chat, in OpenAI's form: role, content, and the assistant's tool_calls."""
 Experts = NDArray[np.uint8] | NDArray[np.uint16]
 """Numbers of experts [tokens, L mixture layers, K experts of a token], of the smallest type."""
 _TOKEN_FIELDS: dict[str, type[np.generic]] = {"tokens": np.int64, "loss_mask": np.bool_, "weight_versions": np.int64}
@@ -72,16 +74,22 @@ class Reward:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
-    """One problem: token ids [P], the source text, and the label for the reward function."""
+    """One problem: token ids [P], the source text, and the label for the reward function.
+
+    `messages` are those of a chat, and one of the user where the source has a string.
+    """
 
     id: str
     token_ids: Ints
     text: str
     label: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    messages: tuple[Message, ...] = ()
 
     def __post_init__(self) -> None:
         freeze(self, {"token_ids": np.int64})
+        if not self.messages:
+            object.__setattr__(self, "messages", ({"role": "user", "content": self.text},))
         if not len(self.token_ids):
             raise ValueError(f"Prompt {self.id!r} has no tokens, needs at least one")
 
@@ -180,7 +188,7 @@ def last_samples(samples: Iterable[Sample]) -> tuple[Sample, ...]:
 class Failure:
     """A trajectory without a result after all attempts of its rollout.
 
-    `cause` is error, timeout or contract; `headline` one line, equal for failures of one kind and
+    `cause` is error, timeout, contract, environment or context; `headline` one line, equal for failures of one kind and
     any prompt; `trace` a traceback, where there is one.
     """
 

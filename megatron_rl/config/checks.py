@@ -44,6 +44,11 @@ def contradictions(settings: Settings) -> list[str]:
     ]
     if not supervised:
         found += [*_group(data, objective.advantage), *_lengths(data, rollout.sampling, training), *_engines(rollout.sglang)]
+    if rollout.function is not None and rollout.environment is not None:
+        both = f"rollout.function is {rollout.function} and rollout.environment is {rollout.environment}"
+        found.append(f"{both}, needs at most one; remove the other")
+    if settings.reward.function is None and rollout.environment is None and not supervised:
+        found.append("reward.function is null without rollout.environment, needs one of both, which gives rewards; set reward.function")
     if objective.distillation_coef and settings.model.teacher is None:
         found.append(
             f"objective.distillation_coef is {objective.distillation_coef}, but model.teacher is not set, so there is nothing to learn "

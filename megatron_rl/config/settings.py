@@ -172,11 +172,27 @@ class RolloutSettings(Section):
         "k generates up to k later steps while the trainer trains.",
     )
     function: str | None = Field(None, description="Your own rollout, package.module:function; the default is one turn.")
+    environment: str | None = Field(None, description="Tools and replies for many turns, package.module:Class; instead of a function.")
     args: dict[str, Any] = Field(default_factory=dict, description="Arguments of your own rollout, by the names that it gives them.")
+    max_turns: int = Field(
+        16, ge=1, le=2**10, description="Answers of the policy in one trajectory of an environment; then it is truncated."
+    )
+    step_timeout_s: Seconds = Field(60.0, description="Deadline of an environment's answer to one message, in seconds; then it is killed.")
+    renderer: str | None = Field(None, description="Messages to tokens: a name of the library renderers; from the model when not set.")
     timeout_s: Seconds = Field(1800.0, description="Deadline of an attempt at a prompt's samples, without waits for an engine, in seconds.")
     max_error_rate: float = Field(0.25, ge=0, le=1, description="Share of a step's trajectories that fail above which the run stops.")
     filter: FilterSettings | None = Field(None, description="Your own choice of the groups to train on; all of them when not set.")
     sglang: dict[str, Any] = Field(default_factory=dict, description="SGLang's arguments, by their own names; an engine has tp_size GPUs.")
+
+    @property
+    def is_single_turn(self) -> bool:
+        """True without code of the user's own."""
+        return self.function is None and self.environment is None
+
+    @property
+    def name(self) -> str:
+        """The rollout in words, for messages."""
+        return f"rollout.environment {self.environment}" if self.environment else f"rollout.function {self.function or 'single_turn'}"
 
     @field_validator("sglang")
     @classmethod
@@ -195,7 +211,9 @@ class RolloutSettings(Section):
 class RewardSettings(Section):
     """The reward function, run in isolated worker processes."""
 
-    function: str = Field("megatron_rl.rewards.math:score", description="package.module:function, sync or async.")
+    function: str | None = Field(
+        "megatron_rl.rewards.math:score", description="package.module:function, sync or async; null where an environment gives rewards."
+    )
     args: dict[str, Any] = Field(default_factory=dict, description="Own arguments of the function, by the names that it gives them.")
     timeout_s: Seconds = Field(30.0, description="Deadline of one call, in seconds; the worker is then killed.")
     max_error_rate: float = Field(0.05, ge=0, le=1, description="Share of errors and timeouts in a batch above which the run stops.")

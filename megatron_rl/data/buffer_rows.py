@@ -13,7 +13,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.types import Experts, Prompt, Reward, RewardOutcome, Sample, StopReason
 
 APPLICATION_ID = 0x4D52_4C42
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 
 SCHEMA = f"""
 PRAGMA application_id = {APPLICATION_ID};
@@ -28,6 +28,7 @@ CREATE TABLE groups (  -- one row per prompt
     label TEXT,  -- the reference answer
     prompt_ids BLOB NOT NULL,  -- array of <i4
     metadata TEXT NOT NULL,  -- JSON
+    messages TEXT,  -- of a chat, as JSON; NULL where the prompt is a text
     updated_at REAL NOT NULL,  -- seconds since 1970 of the last move
     trained INTEGER CHECK (trained IN (0, 1)),  -- 0 when the consuming step rejected the group
     rejection TEXT,  -- reason for no training
@@ -83,11 +84,11 @@ CREATE TABLE answers (  -- engine answers for groups in flight, until the group 
 """The partial indices keep queries independent of the length of the history."""
 
 INSERT_GROUP = (
-    "INSERT INTO groups (position, id, state, prompt_text, label, prompt_ids, metadata, updated_at) "
-    "VALUES (coalesce((SELECT max(position) FROM groups) + 1, ?), ?, 'pending', ?, ?, ?, ?, ?)"
+    "INSERT INTO groups (position, id, state, prompt_text, label, prompt_ids, metadata, messages, updated_at) "
+    "VALUES (coalesce((SELECT max(position) FROM groups) + 1, ?), ?, 'pending', ?, ?, ?, ?, ?, ?)"
 )
 UPDATE_GROUP = "UPDATE groups SET label = ?, metadata = ? WHERE id = ?"
-GROUP_COLUMNS = "id, prompt_text, label, prompt_ids, metadata"
+GROUP_COLUMNS = "id, prompt_text, label, prompt_ids, metadata, messages"
 SAMPLE_COLUMNS = (
     "group_id, sample_index, outcome, reward, reward_message, reward_components, stop_reason, response_text, num_tokens, "
     "num_trainable_tokens, min_version, max_version, response_ids, loss_mask, rollout_log_probs, weight_versions, metadata, routed_format, "
@@ -99,13 +100,17 @@ INSERT_SAMPLE = f"INSERT OR REPLACE INTO samples ({SAMPLE_COLUMNS}) VALUES ({', 
 def prompt_row(prompt: Prompt) -> tuple[Any, ...]:
     """Return the values of INSERT_GROUP except the position. Raises UserError as `sample_row`."""
     owner = f"prompt {prompt.id!r}"
-    return prompt.id, prompt.text, prompt.label, _int32_bytes(prompt.token_ids, owner), _json(prompt.metadata, owner), time.time()
+    facts = prompt.id, prompt.text, prompt.label, _int32_bytes(prompt.token_ids, owner), _json(prompt.metadata, owner)
+    is_text = prompt.messages == ({"role": "user", "content": prompt.text},)
+    return *facts, None if is_text else json.dumps(list(prompt.messages), ensure_ascii=False), time.time()
 
 
 def read_prompt(row: Sequence[Any]) -> Prompt:
     """Return the prompt of a row of GROUP_COLUMNS."""
-    group_id, text, label, token_ids, metadata = row
-    return Prompt(id=group_id, token_ids=np.frombuffer(token_ids, "<i4"), text=text, label=label, metadata=json.loads(metadata))
+    group_id, text, label, token_ids, metadata, messages = row
+    chat = () if messages is None else tuple(json.loads(messages))
+    ids = np.frombuffer(token_ids, "<i4")
+    return Prompt(id=group_id, token_ids=ids, text=text, label=label, metadata=json.loads(metadata), messages=chat)
 
 
 def sample_row(sample: Sample, *, prompt: Prompt) -> tuple[Any, ...]:

@@ -18,6 +18,8 @@ def made_by(data: DataSettings, rollout: RolloutSettings, reward: RewardSettings
     chosen = {
         **sampling,
         "rollout.function": rollout.function,
+        "rollout.environment": rollout.environment,
+        "rollout.max_turns": rollout.max_turns,
         "rollout.args": rollout.args,
         "data.samples_per_prompt": data.samples_per_prompt,
         "data.label_key": data.label_field,

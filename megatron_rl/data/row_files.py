@@ -12,8 +12,8 @@ import pyarrow.parquet
 
 from megatron_rl.config.settings import DataSettings
 from megatron_rl.errors import UserError
+from megatron_rl.types import Message
 
-Message = Mapping[str, str]
 # Of lists and objects in a row: each is walked by calls of Python in the driver, the reward workers and the buffer.
 _MOST_LEVELS = 64
 _TOO_DEEP = f"is nested in more than {_MOST_LEVELS} levels of lists and objects; flatten it, or write it as a string of JSON"

@@ -118,7 +118,14 @@ class PromptSource:
 
     def _prompts(self, named: Sequence[NamedRow]) -> list[Prompt]:
         return [
-            Prompt(id=name, token_ids=np.array(ids), text=text, label=row.label, metadata=row.metadata)
+            Prompt(
+                id=name,
+                token_ids=np.array(ids),
+                text=text,
+                label=row.label,
+                metadata=row.metadata,
+                messages=() if isinstance(row.prompt, str) else row.prompt,
+            )
             for (name, row), (text, ids) in zip(named, self._encode([row for _, row in named]), strict=True)
         ]
 

@@ -40,6 +40,12 @@ def vocabulary_size(path: Path) -> int | None:
     return size if type(size) is int else None
 
 
+def model_type(path: Path) -> str | None:
+    """Return the model_type of config.json in the directory `path`; None where unreadable."""
+    kind = _json_object(path / "config.json").get("model_type")
+    return kind if isinstance(kind, str) else None
+
+
 def check_ends(tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
     """Raise UserError unless an end-of-sequence token of the model's vocabulary ends responses."""
     end, size = tokenizer.eos_token_id, vocabulary_size(path)

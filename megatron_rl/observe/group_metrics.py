@@ -35,9 +35,26 @@ def rollout_metrics(groups: Sequence[Group], *, version: int) -> dict[str, Metri
         metrics |= _shares_by_age(ages)
         mixed = [len(np.unique(sample.weight_versions[sample.weight_versions >= 0])) > 1 for sample in samples]
         metrics["rollout/mixed_versions_fraction"] = Mean(sum(mixed), len(samples))
+    metrics |= _turn_metrics(attempts)
     if len(attempts) < len(samples):
         metrics["rollout/samples_per_trajectory"] = Mean(len(samples), len(attempts))
     return metrics | _reward_metrics([attempt[-1] for attempt in attempts])
+
+
+def _turn_metrics(attempts: Sequence[Sequence[Sample]]) -> dict[str, Metric]:
+    """Return turns, tools and tokens of trajectories with an environment; nothing without any."""
+    notes = [attempt[-1].metadata for attempt in attempts if "num_turns" in attempt[-1].metadata]
+    if not notes:
+        return {}
+    versions = np.concatenate([sample.weight_versions for attempt in attempts for sample in attempt])
+    calls = sum(note["num_tool_calls"] for note in notes)
+    return {
+        "rollout/structure_difference_fraction": Mean(sum("structure_difference" in note for note in notes), len(notes)),
+        "rollout/turns": Mean(sum(note["num_turns"] for note in notes), len(notes)),
+        "rollout/tool_calls": Mean(calls, len(notes)),
+        "rollout/tool_error_fraction": Mean(sum(note["num_tool_errors"] for note in notes), calls),
+        "rollout/environment_token_fraction": Mean(int((versions < 0).sum()), len(versions)),
+    }
 
 
 def failure_metrics(groups: Sequence[Group], *, num_left_out: int, num_retries: int) -> dict[str, Metric]:

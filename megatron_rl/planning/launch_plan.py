@@ -117,7 +117,9 @@ def _processes(settings: Settings, target: Target) -> dict[str, str]:
     return rows | {
         "SGLang": f"{counted(settings.rollout.num_engines, 'server')}{where}",
         "SGLang's arguments": " ".join(f"{name}={format_value(value)}" for name, value in arguments.items()),
-        "reward workers": f"{reward_workers()} on the cores here, {settings.reward.function}",
+        "rewards": f"{reward_workers()} workers on the cores here, {settings.reward.function}"
+        if settings.reward.function
+        else settings.rollout.name,
         "weight sync": weight_sync(settings.weight_transport, settings.weights, colocate=runtime.colocate, device_kind=device.kind),
         "deadlines": _deadlines(settings.model, settings.rollout.sampling),
     }

@@ -1,4 +1,4 @@
-"""Kinds of plug-ins: your own code in six places of a run, each a protocol.
+"""Kinds of plug-ins: your own code in seven places of a run, each a protocol or a base class.
 
 Calls are by keyword only. A plug-in takes the arguments of its kind and further keyword arguments
 with annotations, given by the settings: `reward: {function: my.module:score, args: {threshold:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megatron_rl.engines.sampling import Sampling
     from megatron_rl.types import Group, Ints, Prompt, Sample
 
-PluginKind = Literal["reward", "rollout", "filter", "advantage", "policy_loss", "data_source"]
+PluginKind = Literal["reward", "rollout", "environment", "filter", "advantage", "policy_loss", "data_source"]
 
 
 class Reward(Protocol):
@@ -149,6 +149,7 @@ KINDS: Mapping[PluginKind, Kind] = MappingProxyType({
         setting="rollout.function", args_setting="rollout.args",
         arguments=("prompt", "generator", "sampling", "num_samples", "tokenizer"),
     ),
+    "environment": Kind(setting="rollout.environment", args_setting="rollout.args", arguments=()),
     "filter": Kind(setting="rollout.filter.function", args_setting="rollout.filter.args", arguments=("group",)),
     "advantage": Kind(
         setting="objective.advantage", args_setting="objective.advantage.args", arguments=("rewards", "group_ids", "lengths"),

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, PydanticSchemaGenerationError
 from pydantic_core import ErrorDetails
 
 from megatron_rl.errors import UserError
+from megatron_rl.plugins.environment import Environment
 from megatron_rl.plugins.kinds import KINDS, Kind, PluginKind
 from megatron_rl.system.deadlines import PLUGIN_IMPORT_S
 
@@ -31,6 +32,8 @@ def load(path: str, *, kind: PluginKind, args: Mapping[str, Any] = MappingProxyT
     """
     spec = KINDS[kind]
     function = _find(path, setting=spec.setting)
+    if kind == "environment" and not (inspect.isclass(function) and issubclass(function, Environment)):
+        raise UserError(f"{spec.setting} {path} is no subclass of megatron_rl.Environment; write `class Name(Environment)`")
     own = _own_parameters(function, path=path, spec=spec)
     if kind == "rollout" and not inspect.iscoroutinefunction(function):
         raise UserError(f"{spec.setting} {path} is not an async function; write `async def`, or other prompts would wait for it")
@@ -86,8 +89,10 @@ def kind_of(path: str) -> PluginKind:
     """Return the kind whose arguments the plug-in at `path` takes by name. Raises UserError."""
     function = _find(path, setting="plug-in")
     named = _signature(function, path=path, setting="plug-in").parameters.keys()
-    # A data source is the only class among the kinds; `seed` may be an own argument of a function.
-    kinds = {kind: spec for kind, spec in KINDS.items() if inspect.isclass(function) == (kind == "data_source")}
+    if inspect.isclass(function) and issubclass(function, Environment):
+        return "environment"
+    # A data source is the only other class; `seed` may be an own argument of a function.
+    kinds = {kind: spec for kind, spec in KINDS.items() if inspect.isclass(function) == (kind == "data_source") and spec.arguments}
     fitting: list[PluginKind] = [kind for kind, spec in kinds.items() if named >= set(spec.arguments)]
     if len(fitting) != 1:
         forms = "; ".join(f"{kind}({', '.join(spec.arguments)})" for kind, spec in KINDS.items())
@@ -158,13 +163,7 @@ def _argument_values(
     own: Mapping[str, inspect.Parameter], args: Mapping[str, Any], *, function: Callable[..., Any], path: str, spec: Kind
 ) -> dict[str, Any]:
     """Return `args` as read by the annotations of the `own` parameters; defaults stay away."""
-    try:
-        model = _own_model(own, function)
-    except (NameError, PydanticSchemaGenerationError) as error:
-        reason = str(error).partition("\n")[0]
-        raise UserError(
-            f"{spec.setting} {path} has an annotation that no setting can be checked by ({reason}), needs plain types such as float"
-        ) from error
+    model = arguments_model(own, function, owner=f"{spec.setting} {path}")
     try:
         # Through JSON, as settings are: strict mode then takes strings as paths and lists as tuples.
         read = model.model_validate_json(json.dumps(dict(args)), strict=True)
@@ -174,16 +173,24 @@ def _argument_values(
     return {name: vars(read)[f"own_{name}"] for name in own if f"own_{name}" in read.model_fields_set}
 
 
-def _own_model(own: Mapping[str, inspect.Parameter], function: Callable[..., Any]) -> type[BaseModel]:
+def arguments_model(own: Mapping[str, inspect.Parameter], function: Callable[..., Any], *, owner: str) -> type[BaseModel]:
+    """Return a model of these parameters, in fields `own_NAME` with the alias NAME.
+
+    Raises UserError, beginning with `owner`, for an annotation without a check.
+    """
     # Only the own annotations, because the kind's may name imports for type checkers only.
     holder = type("Own", (), {"__annotations__": {name: parameter.annotation for name, parameter in own.items()}})
-    hints = typing.get_type_hints(holder, globalns=vars(sys.modules[function.__module__]), include_extras=True)
     fields: dict[str, Any] = {}
-    for name, parameter in own.items():
-        required = parameter.default is inspect.Parameter.empty
-        # Prefixed to differ from a model's own attributes, such as `copy`.
-        fields[f"own_{name}"] = (hints[name], Field(... if required else parameter.default, alias=name))
-    return create_model("Own", __config__=ConfigDict(extra="forbid", allow_inf_nan=False), **fields)
+    try:
+        hints = typing.get_type_hints(holder, globalns=vars(sys.modules[function.__module__]), include_extras=True)
+        for name, parameter in own.items():
+            required = parameter.default is inspect.Parameter.empty
+            # Prefixed to differ from a model's own attributes, such as `copy`.
+            fields[f"own_{name}"] = (hints[name], Field(... if required else parameter.default, alias=name))
+        return create_model("Own", __config__=ConfigDict(extra="forbid", allow_inf_nan=False), **fields)
+    except (NameError, PydanticSchemaGenerationError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"{owner} has an annotation that no value can be checked by ({reason}), needs plain types such as float") from error
 
 
 def _sentence(details: ErrorDetails, own: Mapping[str, inspect.Parameter], *, owner: str, setting: str) -> str:

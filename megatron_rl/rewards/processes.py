@@ -26,7 +26,7 @@ class WorkerProcess(SpawnProcess):
         """Kill the worker and all descendants."""
         if self.pid is not None:
             _kill_descendants(self.pid)
-            _kill_session(self.pid)
+            kill_session(self.pid)
         # The worker may have been too young to lead a session.
         self.kill()
 
@@ -36,7 +36,7 @@ class WorkerProcess(SpawnProcess):
         # The kernel does not reuse the number while the session has members, and hardly within the
         # tenth of a second otherwise.
         if not alive and self.pid is not None:
-            _kill_session(self.pid)
+            kill_session(self.pid)
         return alive
 
 
@@ -106,10 +106,11 @@ def _follow_parent() -> None:
 
 def _end_session() -> None:
     _kill_descendants(os.getpid())
-    _kill_session(os.getpid())
+    kill_session(os.getpid())
 
 
-def _kill_session(leader: int) -> None:
+def kill_session(leader: int) -> None:
+    """Kill the processes of the session led by `leader`."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)
 

@@ -13,7 +13,7 @@ from megatron_rl.data.batch import GREEDY_BASELINE
 from megatron_rl.data.buffer import Buffer
 from megatron_rl.engines.engine_pool import EnginePool, Urgency
 from megatron_rl.engines.sampling import Sampling, make_sampling
-from megatron_rl.errors import MegatronRLError, UserError
+from megatron_rl.errors import MegatronRLError, TrajectoryError, UserError
 from megatron_rl.plugins.kinds import Generator, Rollout
 from megatron_rl.plugins.loader import load
 from megatron_rl.rollout.generator import KeptAnswers, PoolGenerator, together
@@ -76,10 +76,11 @@ class GroupMaker:
         seed: int,
         max_tokens: int,
     ) -> None:
-        self.name = f"rollout.function {settings.function or 'single_turn'}"
+        self.name = settings.name
         self.num_retries = 0  # attempts that failed and were followed by another one, over all groups
         self._rollout, self._pool, self._tokenizer, self._score = rollout, pool, tokenizer, score
         self._seed, self._max_tokens, self._timeout_s = seed, max_tokens, settings.timeout_s
+        self._first_alone = 0 if settings.environment else 1  # the attempt from which on each trajectory is made alone
         ends = [tokenizer.eos_token_id]
         self._samplings = {greedy: make_sampling(settings.sampling, eos_token_ids=ends, greedy=greedy) for greedy in (False, True)}
 
@@ -136,6 +137,7 @@ class GroupMaker:
         finally:
             # A wait alone does not end the call.
             scoring.cancel()
+        rewards = [_total(attempt[-1].reward, reward) for attempt, reward in zip(attempts, rewards, strict=True)]
         by_index = {sample.index: reward for attempt, reward in zip(attempts, rewards, strict=True) for sample in attempt}
         return replace(group, samples=tuple(replace(sample, reward=by_index[sample.index]) for sample in group.samples))
 
@@ -157,16 +159,16 @@ class GroupMaker:
                 return await self._call(generator, prompt, sampling, count)
 
         async def alone(number: int) -> Samples | Failure:
-            for again in range(1, ATTEMPTS):
-                self.num_retries += 1
+            for again in range(self._first_alone, ATTEMPTS):
+                self.num_retries += bool(again)
                 # No session name begins with a zero character.
                 found = await attempt(1, f"{seed}\0\0{number} {again}")
                 if not isinstance(found, Failure):
                     break
             return found
 
-        made = await attempt(num_samples, seed)
-        if not isinstance(made, Failure):
+        made = await attempt(num_samples, seed) if self._first_alone else None
+        if made is not None and not isinstance(made, Failure):
             return Group(id=prompt.id, prompt=prompt, samples=made)
         parts = await together(alone(number) for number in range(num_samples))
         failures = tuple(part for part in parts if isinstance(part, Failure))
@@ -186,6 +188,8 @@ class GroupMaker:
             if calling.cancelled():
                 return Failure("error", "it was cancelled, but not by the run")
             samples = calling.result()
+        except TrajectoryError as error:
+            return Failure(error.cause, str(error), error.trace)
         except Exception as error:  # a user's rollout can fail in any way
             if generator.engines_failed is not None:
                 raise generator.engines_failed from error
@@ -208,6 +212,13 @@ class GroupMaker:
         except UserError as error:
             return Failure("contract", str(error))
         return tuple(map(without_outdated_experts, checked))
+
+
+def _total(own: Reward | None, scored: Reward) -> Reward:
+    """Return the sum of a rollout's `own` reward and the reward function's, each a component."""
+    if own is None or own.value is None or scored.value is None:
+        return scored
+    return Reward(scored.outcome, own.value + scored.value, components={**own.components, **scored.components, "function": scored.value})
 
 
 async def without_exit(call: Awaitable[Sequence[Sample]]) -> Sequence[Sample]:

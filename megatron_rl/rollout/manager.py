@@ -25,6 +25,7 @@ from megatron_rl.data.batch import make_train_batch
 from megatron_rl.data.buffer import Buffer
 from megatron_rl.data.position import made_by, position_of, rewind
 from megatron_rl.data.source import RunPrompts
+from megatron_rl.data.tokenizer import model_type
 from megatron_rl.engines.client import EngineClient, EnginePart
 from megatron_rl.engines.engine import EngineAddress
 from megatron_rl.engines.engine_pool import EnginePool, Urgency
@@ -33,10 +34,12 @@ from megatron_rl.observe.console import PhaseProgress
 from megatron_rl.observe.failures import FailureLog
 from megatron_rl.observe.group_metrics import evaluation_metrics, failure_metrics, rollout_metrics
 from megatron_rl.observe.metrics import Mean, Metric, Sum, merge_metrics
+from megatron_rl.plugins.kinds import Rollout
 from megatron_rl.rewards.runner import RewardRunner
+from megatron_rl.rollout.environment_rollout import opened_rollout
 from megatron_rl.rollout.generator import cancel, together
 from megatron_rl.rollout.group_choice import Chosen, GroupChoice, IdenticalGroups, check_versions
-from megatron_rl.rollout.groups import GroupMaker, load_rollout
+from megatron_rl.rollout.groups import GroupMaker
 from megatron_rl.types import Failure, Group, Prompt, RewardOutcome, Sample, TrainBatch, last_samples
 
 MAX_RESAMPLING_ROUNDS = 10
@@ -56,7 +59,8 @@ class RolloutManager:
         settings: Settings,
         *,
         prompts: RunPrompts,
-        rewards: RewardRunner,
+        rollout: Rollout,
+        rewards: RewardRunner | None,
         buffer: Buffer,
         connections: AsyncExitStack,
         say: Callable[[str], None],
@@ -65,10 +69,10 @@ class RolloutManager:
         self.pool = EnginePool(max_requests=settings.rollout.max_concurrent_requests)
         self._maker = GroupMaker(
             settings.rollout,
-            load_rollout(settings.rollout),
+            rollout,
             pool=self.pool,
             tokenizer=prompts.tokenizer,
-            score=rewards.score,
+            score=None if rewards is None else rewards.score,
             seed=settings.run.seed,
             max_tokens=settings.training.max_tokens_per_micro_batch * settings.training.topology.cp,
         )
@@ -93,8 +97,7 @@ class RolloutManager:
         self._missing: set[str] = set()  # unfinished ones among awaited groups
         self._failure: BaseException | None = None  # the first one
         self._finished = asyncio.Event()
-        self._busy_since_s = self._busy_before_s = 0.0
-        self._num_tokens = 0
+        self._busy_since_s, self._busy_before_s, self._num_tokens = 0.0, 0.0, 0
         self._measured = (0.0, 0, 0)  # busy seconds, tokens and retries at the end of the last step
 
     @classmethod
@@ -110,13 +113,24 @@ class RolloutManager:
         """
         async with AsyncExitStack() as stack:
             log_path = reward_log(settings.run.directory)
-            rewards = stack.enter_context(RewardRunner(settings.reward, num_workers=reward_workers(), log_path=log_path, note=say))
-            for prompt in prompts.probes:
-                rewards.probe(prompt)
+            rewards = None
+            if settings.reward.function is not None:
+                rewards = stack.enter_context(RewardRunner(settings.reward, num_workers=reward_workers(), log_path=log_path, note=say))
+                for prompt in prompts.probes:
+                    rewards.probe(prompt)
+            rollout = stack.enter_context(
+                opened_rollout(
+                    settings.rollout,
+                    tokenizer=prompts.tokenizer,
+                    model_type=model_type(settings.model.path),
+                    must_reward=rewards is None,
+                    log_path=settings.run.directory / "logs" / "environments.log",
+                )
+            )
             present = made_by(settings.data, settings.rollout, settings.reward, greedy=settings.objective.advantage.needs_greedy)
             opened = stack.enter_context(Buffer(buffer, made_by=present, note=say))
             connections = await stack.enter_async_context(AsyncExitStack())
-            manager = cls(settings, prompts=prompts, rewards=rewards, buffer=opened, connections=connections, say=say)
+            manager = cls(settings, prompts=prompts, rollout=rollout, rewards=rewards, buffer=opened, connections=connections, say=say)
             # Aborted groups stay in flight in the buffer, and the next owner makes them again.
             stack.push_async_callback(cancel, manager._tasks)
             yield manager

@@ -10,7 +10,9 @@ from megatron_rl.config.settings import RolloutSettings
 from megatron_rl.engines.answers import Generation
 from megatron_rl.engines.sampling import Sampling
 from megatron_rl.errors import UserError, counted
-from megatron_rl.rollout.groups import load_rollout, without_exit
+from megatron_rl.plugins.kinds import Rollout
+from megatron_rl.rollout.environment_rollout import opened_rollout
+from megatron_rl.rollout.groups import without_exit
 from megatron_rl.rollout.sample_checks import check_samples
 from megatron_rl.system.deadlines import PLUGIN_PROBE_S
 from megatron_rl.types import Experts, Ints, Prompt, Sample, StopReason
@@ -24,6 +26,7 @@ class NumberTokenizer:
 
     vocab_size = 50
     eos_token_id = 1
+    chat_template = None
 
     def __len__(self) -> int:
         """Return the number of tokens in the vocabulary."""
@@ -80,10 +83,14 @@ class RolloutTrial:
     """A rollout function tried with a scripted engine; every method raises UserError on a breach."""
 
     def __init__(
-        self, settings: RolloutSettings, *, tokenizer: "PreTrainedTokenizerBase | NumberTokenizer | None" = None, need_experts: bool = True
+        self,
+        settings: RolloutSettings,
+        *,
+        tokenizer: "PreTrainedTokenizerBase | NumberTokenizer | None" = None,
+        model_type: str | None = None,
+        need_experts: bool = True,
     ) -> None:
-        self._rollout = load_rollout(settings)
-        self._name = f"rollout.function {settings.function or 'single_turn'}"
+        self._settings, self._model_type, self._name = settings, model_type, settings.name
         self._tokenizer: Any = tokenizer or NumberTokenizer()
         self._need_experts = need_experts
         self._engine = ScriptedEngine(len(self._tokenizer))
@@ -91,13 +98,14 @@ class RolloutTrial:
 
     def run(self) -> None:
         """Call the function for 1 and for 4 samples, and check the results as a run does."""
-        self.samples = (*self._call(1), *self._call(4))
+        with opened_rollout(self._settings, tokenizer=self._tokenizer, model_type=self._model_type, must_reward=False) as rollout:
+            self.samples = (*self._call(rollout, 1), *self._call(rollout, 4))
 
-    def _call(self, num_samples: int) -> tuple[Sample, ...]:
+    def _call(self, rollout: Rollout, num_samples: int) -> tuple[Sample, ...]:
         prompt = Prompt(id="contract", token_ids=np.array([1, 2, 3]), text="2+2=", label="4")
 
         async def work() -> Sequence[Sample]:
-            made = self._rollout(
+            made = rollout(
                 prompt=prompt,
                 generator=self._engine,
                 sampling=Sampling(max_tokens=8),

@@ -127,7 +127,7 @@ def engine_arguments(settings: Settings, *, model: "EngineModel", device_kind: L
         needs_tokenizer=bool(settings.rollout.sampling.stop),
         records_routing=settings.training.routing_replay,
         colocated=settings.runtime.colocate,
-        max_prompt_tokens=settings.data.max_prompt_tokens if settings.rollout.function is None else None,
+        max_prompt_tokens=settings.data.max_prompt_tokens if settings.rollout.is_single_turn else None,
         has_weights=model.has_weights,
     )
 

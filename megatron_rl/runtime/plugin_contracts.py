@@ -8,8 +8,9 @@ import asyncio
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,16 +24,16 @@ from megatron_rl.check import Check
 from megatron_rl.config.settings import DataSettings, FilterSettings, RewardSettings, RolloutSettings
 from megatron_rl.data.row_files import Row
 from megatron_rl.data.row_source import OwnRows
+from megatron_rl.data.tokenizer import load_tokenizer, model_type
 from megatron_rl.errors import UserError
 from megatron_rl.plugins.kinds import KINDS, PluginKind
 from megatron_rl.plugins.loader import load, without_exits
 from megatron_rl.rewards.runner import RewardRunner
+from megatron_rl.rollout.environment_host import Environments
 from megatron_rl.rollout.group_choice import load_filter
 from megatron_rl.rollout.rollout_trial import RolloutTrial
-from megatron_rl.types import Group, Prompt, Reward, RewardOutcome, Sample
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from megatron_rl.system.deadlines import PLUGIN_PROBE_S
+from megatron_rl.types import Group, Message, Prompt, Reward, RewardOutcome, Sample
 
 RESPONSES = ("4", "5", "", "no idea", "\\boxed{4}", "\N{GRINNING FACE}", "x" * 10_000)
 """Responses for the trial of a reward function."""
@@ -43,17 +44,16 @@ NUM_PROBE_ROWS = 10
 NO_ARGS: Mapping[str, Any] = MappingProxyType({})
 
 
-def check(
-    path: str, kind: PluginKind, args: Mapping[str, Any] = NO_ARGS, *, tokenizer: "PreTrainedTokenizerBase | None" = None
-) -> Iterator[Check]:
-    """Try the plug-in at `path` on each promise of its kind; a rollout with a model's `tokenizer`, if given."""
+def check(path: str, kind: PluginKind, args: Mapping[str, Any] = NO_ARGS, *, model: Path | None = None) -> Iterator[Check]:
+    """Try the plug-in at `path` on each promise of its kind; rollouts and environments with a `model`'s tokenizer, if given."""
     try:
         load(path, kind=kind, args=args)
     except UserError as error:
         yield Check("it can be imported and called with its arguments", "broken", str(error))
         return
     yield Check("it can be imported and called with its arguments")
-    attempts = _rollout_attempts(path, args, tokenizer) if kind == "rollout" else _ATTEMPTS[kind](path, args)
+    takes_model = {"rollout": _rollout_attempts, "environment": _environment_attempts}
+    attempts = takes_model[kind](path, args, model) if kind in takes_model else _ATTEMPTS[kind](path, args)
     for promise, attempt in attempts:
         try:
             with without_exits(f"{KINDS[kind].setting} {path}", doing="being tried"):
@@ -107,8 +107,44 @@ def score_all(runner: RewardRunner, prompt: Prompt) -> list[Reward]:
     return asyncio.run(work())
 
 
-def _rollout_attempts(path: str, args: Mapping[str, Any], tokenizer: "PreTrainedTokenizerBase | None") -> Attempts:
-    trial = RolloutTrial(RolloutSettings(function=path, args=dict(args)), tokenizer=tokenizer)
+def _environment_attempts(path: str, args: Mapping[str, Any], model: Path | None) -> Attempts:
+    prompt = Prompt(id="contract", token_ids=np.array([1]), text="2+2=", label="4")
+    calls = [{"id": "call_0", "type": "function", "function": {"name": "no_such_tool", "arguments": {}}}]
+
+    def answers(*messages: Message) -> None:
+        async def work() -> None:
+            async with environments.open() as home:
+                answered = [await home.reset(prompt), *[await home.answer(message) for message in messages]]
+            for answer in answered:
+                if "cause" in answer:
+                    raise UserError(f"rollout.environment {path} failed: {answer['headline']}\n{answer['trace']}".rstrip())
+
+        try:
+            asyncio.run(asyncio.wait_for(work(), PLUGIN_PROBE_S))
+        except TimeoutError as error:
+            raise UserError(f"rollout.environment {path} has not answered after {PLUGIN_PROBE_S:.0f} s; look what it waits for") from error
+
+    with Environments(path, args) as environments:
+        each = [call | {"function": {"name": tool["name"], "arguments": {}}} for tool in environments.tools for call in calls]
+        yield "it begins with a prompt and answers a message", lambda: answers({"role": "assistant", "content": "4"})
+        yield (
+            "a call that no tool takes gets an answer",
+            lambda: answers(
+                {"role": "assistant", "content": "", "tool_calls": calls},
+                *({"role": "assistant", "content": "", "tool_calls": [call]} for call in each),
+            ),
+        )
+    if model is not None:
+        yield from _rollout_promises(RolloutSettings(environment=path, args=dict(args)), model)
+
+
+def _rollout_attempts(path: str, args: Mapping[str, Any], model: Path | None) -> Attempts:
+    yield from _rollout_promises(RolloutSettings(function=path, args=dict(args)), model)
+
+
+def _rollout_promises(settings: RolloutSettings, model: Path | None) -> Attempts:
+    tokenizer, kind = (None, None) if model is None else (load_tokenizer(model), model_type(model))
+    trial = RolloutTrial(settings, tokenizer=tokenizer, model_type=kind)
     yield "one prompt becomes as many trajectories as are asked for", trial.run
     yield "what is trained on is what the engine made, with its log-prob and version", trial.check_trained
     yield "what is trained on stands behind the tokens that the engine saw", trial.check_seen

@@ -34,7 +34,7 @@ from megatron_rl.config.settings import (
 )
 from megatron_rl.data.row_files import check_is_data_file
 from megatron_rl.data.source import RunPrompts
-from megatron_rl.data.tokenizer import check_ends, load_tokenizer
+from megatron_rl.data.tokenizer import check_ends, load_tokenizer, model_type
 from megatron_rl.engines.server_args import check_environment, check_records_routing, check_tensor_parallel, validate_server_args
 from megatron_rl.errors import UserError, counted, sized
 from megatron_rl.observe.memory import available_memory_bytes
@@ -42,6 +42,7 @@ from megatron_rl.observe.sinks import check_installed
 from megatron_rl.plugins.loader import load
 from megatron_rl.rewards.runner import RewardRunner
 from megatron_rl.rollout.groups import load_rollout
+from megatron_rl.rollout.renderers import choose_renderer
 from megatron_rl.rollout.rollout_trial import RolloutTrial
 from megatron_rl.runtime.engine_model import planned_model
 from megatron_rl.runtime.placement import Placement
@@ -114,9 +115,9 @@ def preflight(settings: Settings, *, resume: bool = False, probe: bool = True) -
         checks.append(partial(_check_cpu_memory, model, settings.training, settings.objective, num_engines=engines))
     if runtime.ray_address is not None and not probe:
         checks.append(partial(check_answers, runtime.ray_address))
-    if settings.rollout.function is not None and not settings.supervised:
+    if not settings.rollout.is_single_turn and not settings.supervised:
         need_experts = settings.training.routing_replay
-        checks.append(partial(_check_rollout_function, settings.rollout, model.path, need_experts=need_experts))
+        checks.append(partial(_check_own_rollout, settings.rollout, model.path, need_experts=need_experts))
     return _run_checks(checks, setting_notes(settings))
 
 
@@ -256,7 +257,7 @@ def _check_held_out(data: DataSettings) -> list[str]:
 def _check_rows(data: DataSettings, model: Path, reward: RewardSettings | None, *, seed: int) -> list[str]:
     """Check every row of the data files, and the reward function on first rows; None is for supervised training."""
     prompts = RunPrompts.read(model, data, seed=seed, supervised=reward is None)
-    if reward is not None:
+    if reward is not None and reward.function is not None:
         with RewardRunner(reward) as runner:
             for prompt in prompts.probes:
                 runner.probe(prompt)
@@ -280,21 +281,28 @@ def _check_rollout(rollout: RolloutSettings, model: Path, *, directory: Path, re
         check_environment(os.environ)
         if replays:
             check_records_routing()
-    load_rollout(rollout)
+    if rollout.environment is None:
+        load_rollout(rollout)
     if rollout.filter is not None:
         require(rollout.filter.function, "filter", rollout.filter.args)
 
 
-def _check_rollout_function(rollout: RolloutSettings, model: Path, *, need_experts: bool) -> None:
-    """Try the user's own rollout with a scripted engine and the model's tokenizer."""
-    trial = RolloutTrial(rollout, tokenizer=load_tokenizer(model), need_experts=need_experts)
+def _check_own_rollout(rollout: RolloutSettings, model: Path, *, need_experts: bool) -> list[str]:
+    """Try the user's own rollout with a scripted engine and the model's tokenizer; note an environment's renderer."""
+    tokenizer = load_tokenizer(model)
+    trial = RolloutTrial(rollout, tokenizer=tokenizer, model_type=model_type(model), need_experts=need_experts)
     trial.run()
     trial.check_trained()
     trial.check_masked()
+    if rollout.environment is None:
+        return []
+    chosen = choose_renderer(tokenizer, model_type=model_type(model), name=rollout.renderer)
+    return [f"rollout.environment takes the renderer {chosen.name}: {chosen.note}"]
 
 
 def _check_reward(reward: RewardSettings) -> None:
-    load(reward.function, kind="reward", args=reward.args)
+    if reward.function is not None:
+        load(reward.function, kind="reward", args=reward.args)
 
 
 def _check_placement(target: Target, topology: TopologySettings, *, num_nodes: int | None) -> list[str]:

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = {
     "advantage": "advantage:advantage",
     "data_source": "data_source:Sums",
+    "environment": "environment:Guess",
     "filter": "filter:keep",
     "policy_loss": "policy_loss:loss",
     "reward": "reward:score",
@@ -24,6 +25,7 @@ OURS = [
     ("rollout", "megatron_rl.rollout.groups:single_turn"),
     ("rollout", "two_turns:rollout"),
     ("rollout", "cut_history:rollout"),
+    ("environment", "examples.agents.shop:Shop"),
 ]
 
 

@@ -63,7 +63,7 @@ def test_own_arguments_have_the_annotated_types(args: dict[str, Any], got: tuple
         ("text", {"digit": 7}, r"digit is 7, my_plugins:text needs digit: str .*; put quotes around it .* as text: digit='\"7\"'$"),
         ("bare", {"threshold": 1}, "takes threshold, which is no argument of its kind .* no annotation, needs one"),
         ("positional", {}, r"has the signature \(sample, /\) but is called as \(sample=..\)"),
-        ("odd", {"own": 1}, "annotation that no setting can be checked by .*NoSuchName"),
+        ("odd", {"own": 1}, "annotation that no value can be checked by .*NoSuchName"),
         ("scoer", {}, r"has no scoer; it has: .*did you mean my_plugins:score\?"),
     ],
 )
@@ -81,7 +81,7 @@ def test_the_arguments_of_a_kind_are_those_of_its_protocol() -> None:
         "advantage": kinds.Advantage,
         "policy_loss": kinds.PolicyLoss,
     }
-    assert protocols.keys() | {"data_source"} == KINDS.keys()
+    assert protocols.keys() | {"data_source", "environment"} == KINDS.keys()
     assert tuple(inspect.signature(kinds.DataSource.__init__).parameters)[1:] == KINDS["data_source"].arguments
     for kind, protocol in protocols.items():
         assert tuple(inspect.signature(protocol.__call__).parameters)[1:] == KINDS[kind].arguments

@@ -23,6 +23,8 @@ def settings_of(*overrides: str) -> Settings:
     [
         ((), {}),
         (("objective.policy_loss.kind=sft",), {}),
+        (("rollout.environment=a:B",), {"reward.function": None}),
+        (("rollout.environment=a:B", "reward.function=c:d"), {}),
         (
             ("rollout.sampling.max_response_tokens=40000", "training.topology={num_ranks: 2, cp: 2}"),
             # (1024 + 40000) / 2 tokens.

@@ -141,3 +141,18 @@ def test_rewards_and_ends_count_trajectories_and_lengths_samples() -> None:
     values = metric_values(found)
     assert (values["eval/accuracy_greedy"], values["eval/reward_errors"]) == (0.5, 1)
     assert values["eval/truncated_fraction"] == pytest.approx(1 / 3)
+
+
+def test_turns_and_tools_count_trajectories() -> None:
+    first, last = (replace(sample(scored(1.0), length=4), trajectory=0, index=index) for index in range(2))
+    notes = {"num_turns": 5, "num_tool_calls": 4, "num_tool_errors": 1, "structure_difference": "marker 2 is <a>"}
+    mask = np.array([True, False, False, True])
+    last = replace(last, metadata=notes, loss_mask=mask, weight_versions=np.where(mask, 3, -1))
+    other = replace(sample(scored(0.0), length=2), index=2, metadata={"num_turns": 2, "num_tool_calls": 0, "num_tool_errors": 0})
+    metrics = rollout_metrics([Group("p", PROMPT, (first, last, other))], version=3)
+    check_metrics(metrics)
+    values = metric_values(metrics)
+    assert (values["rollout/turns"], values["rollout/tool_calls"], values["rollout/tool_error_fraction"]) == (3.5, 2.0, 0.25)
+    assert values["rollout/structure_difference_fraction"] == 0.5
+    assert values["rollout/environment_token_fraction"] == pytest.approx(2 / 10)
+    assert "rollout/turns" not in rollout_metrics([Group("p", PROMPT, (replace(other, metadata={}),))], version=3)

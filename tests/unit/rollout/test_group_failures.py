@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 from maker_parts import Engine, dead, make_maker, make_prompts
 
+from megatron_rl.config.settings import RolloutSettings, SamplingSettings
 from megatron_rl.data.buffer import Buffer
 from megatron_rl.engines.engine_pool import EnginePool
 from megatron_rl.engines.sampling import Sampling
-from megatron_rl.errors import EngineError
+from megatron_rl.errors import EngineError, TrajectoryError
 from megatron_rl.plugins.kinds import Rollout
 from megatron_rl.rollout.groups import GroupMaker, single_turn
-from megatron_rl.types import Group, Prompt, Reward, RewardOutcome, Sample
+from megatron_rl.rollout.rollout_trial import NumberTokenizer
+from megatron_rl.types import Failure, Group, Prompt, Reward, RewardOutcome, Sample
 
 
 async def make_with(
@@ -210,3 +212,29 @@ def test_failures_are_kept_with_what_waits_for_its_rewards(tmp_path: Path, monke
         client = Engine()
         again = asyncio.run(make(buffer, client))
         assert client.calls == 0 and again.failures == first.failures
+
+
+def test_trajectories_with_an_environment_fail_alone() -> None:
+    settings = RolloutSettings(environment="a:B", sampling=SamplingSettings(max_response_tokens=4))
+    calls = itertools.count()
+
+    async def rollout(*, num_samples: int, **arguments: Any) -> tuple[Sample, ...]:
+        assert num_samples == 1
+        if next(calls) in (1, 4, 5):
+            raise TrajectoryError("environment", "KeyError: 'x'", "the trace")
+        samples = await single_turn(num_samples=1, **arguments)
+        return tuple(replace(sample, reward=Reward(RewardOutcome.SCORED, 0.5, components={"own": 0.5})) for sample in samples)
+
+    async def score(sample: Sample) -> Reward:
+        return Reward(RewardOutcome.SCORED, 2.0, components={"other": 2.0})
+
+    client = Engine()
+    pool = EnginePool([client], max_requests=8)  # type: ignore[list-item]
+    maker = GroupMaker(settings, rollout, pool=pool, tokenizer=NumberTokenizer(), score=score, seed=0, max_tokens=64)  # type: ignore[arg-type]
+    group = asyncio.run(maker.make(make_prompts(1)[0], num_samples=4))
+    assert maker.name == "rollout.environment a:B" and maker.num_retries == 2
+    assert group.failures == (Failure("environment", "KeyError: 'x'", "the trace"),)
+    # The first attempts have seeds of their own, too.
+    assert len({sampling.seed for sampling in client.samplings}) == len(client.samplings) == 3
+    for sample in group.samples:
+        assert sample.reward == Reward(RewardOutcome.SCORED, 2.5, components={"own": 0.5, "other": 2.0, "function": 2.0})

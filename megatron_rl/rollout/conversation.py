@@ -1,0 +1,189 @@
+"""Conversations with the policy as an append-only tree of turns, exact in every token.
+
+A request continues the deepest turn that its messages extend, whose tokens stay as they were
+sampled. Where the renderer cannot keep them, the request begins a branch. Every leaf becomes a
+sample of one trajectory, and each sampled token is trained on in one of the samples.
+
+Legend: P tokens before an answer, R tokens of an answer.
+"""
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megatron_rl.engines.answers import Generation
+from megatron_rl.engines.sampling import Sampling
+from megatron_rl.plugins.kinds import Generator
+from megatron_rl.types import Ints, Message, Prompt, Sample, StopReason
+
+if TYPE_CHECKING:
+    from renderers import Renderer
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turn:
+    """One sampled answer to `prompt_ids` [P], as a node of the tree.
+
+    `history` are the messages before and the answer, in a form that compares; a turn without
+    `parent` begins a branch. `message` is the answer as the renderer reads it.
+    """
+
+    parent: "Turn | None"
+    prompt_ids: Ints
+    generation: Generation
+    message: Message
+    history: tuple[str, ...]
+
+    @property
+    def token_ids(self) -> Ints:
+        """Return all tokens so far, [P + R]."""
+        return np.concatenate([self.prompt_ids, self.generation.token_ids])
+
+
+class Conversation:
+    """Turns of one trajectory, answered by `generator`; `session` prefers one engine."""
+
+    def __init__(
+        self,
+        renderer: "Renderer",
+        generator: Generator,
+        *,
+        tokenizer: "PreTrainedTokenizerBase",
+        session: str | None = None,
+    ) -> None:
+        self._renderer, self._generator, self._tokenizer, self._session = renderer, generator, tokenizer, session
+        self.turns: list[Turn] = []
+
+    @property
+    def context(self) -> int:
+        """Tokens that an answer and all before may have."""
+        return self._generator.context
+
+    async def ask(self, messages: Sequence[Message], *, sampling: Sampling, tools: Sequence[Message] = ()) -> Turn | None:
+        """Return the policy's answer to `messages`, or None where the context has no room for one.
+
+        `sampling.max_tokens` bounds the answer. A turn that ended without a stop is never extended.
+        """
+        offered = _offered(tools)
+        history = (_key({"tools": offered}), *map(_key, messages))
+        parent, prompt_ids = self._rendered(messages, history, offered)
+        room = self.context - len(prompt_ids)
+        if room < 1:
+            return None
+        stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *self._renderer.get_stop_token_ids())))
+        sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room), stop_token_ids=stops)
+        (generation,) = await self._generator.generate(prompt_ids, sampling=sampling, session=self._session)
+        message = self._read(generation, prompt_ids, offered)
+        turn = Turn(parent, prompt_ids, generation, message, (*history, _key(message)))
+        self.turns.append(turn)
+        return turn
+
+    def _rendered(self, messages: Sequence[Message], history: tuple[str, ...], tools: Any) -> tuple[Turn | None, Ints]:
+        """Return the turn that is continued, and all tokens [P] before the answer."""
+        finished = [turn for turn in self.turns if turn.generation.stop_reason is StopReason.STOP]
+        extended = [turn for turn in finished if len(turn.history) < len(history) and history[: len(turn.history)] == turn.history]
+        for turn in sorted(extended, key=lambda each: len(each.history))[-1:]:
+            new = [dict(message) for message in messages[len(turn.history) - 1 :]]
+            bridged = self._renderer.bridge_to_next_turn(turn.prompt_ids.tolist(), turn.generation.token_ids.tolist(), new, tools=tools)
+            if bridged is not None:
+                return turn, np.array(bridged.token_ids, np.int64)
+        ids = np.array(self._renderer.render_ids([dict(each) for each in messages], tools=tools, add_generation_prompt=True), np.int64)
+        # A template that changes nothing before the new messages keeps the tokens, too.
+        kept = [turn for turn in finished if np.array_equal(ids[: len(turn.token_ids)], turn.token_ids)]
+        return max(kept, key=lambda turn: len(turn.prompt_ids), default=None), ids
+
+    def _read(self, generation: Generation, prompt_ids: Ints, tools: Any) -> Message:
+        """Return the answer as a message; each call that cannot be read has its `error`."""
+        parsed = self._renderer.parse_response(generation.token_ids.tolist(), tools=tools, prompt_ids=prompt_ids.tolist())
+        message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
+        if parsed.reasoning_content:
+            message["reasoning_content"] = parsed.reasoning_content
+        calls = []
+        for number, call in enumerate(parsed.tool_calls):
+            readable = call.status == "ok" and isinstance(call.arguments, dict)
+            function = {"name": call.name or "", "arguments": call.arguments if readable else call.raw}
+            name = call.id or f"call_{len(self.turns)}_{number}"
+            calls.append({"id": name, "type": "function", "function": function} | ({} if readable else {"error": str(call.status)}))
+        return message | ({"tool_calls": calls} if calls else {})
+
+    def structure_difference(self, messages: Sequence[Message], *, tools: Sequence[Message]) -> str | None:
+        """Return the first difference between the markers of the last turn's tokens and those of rendered `messages`.
+
+        Markers are the tokenizer's added tokens but those of reasoning, which templates drop.
+        """
+        markers = {number: token.content for number, token in self._tokenizer.added_tokens_decoder.items() if "think" not in token.content}
+        ids = self._renderer.render_ids([dict(message) for message in messages], tools=_offered(tools))
+        needed = [markers[token] for token in ids if token in markers]
+        got = [markers[token] for token in self.turns[-1].token_ids.tolist() if token in markers]
+        # What the template adds behind the last message was not sampled.
+        for number, (one, other) in enumerate(itertools.zip_longest(got, needed[: max(len(got), len(needed) - 1)])):
+            if one != other:
+                return f"marker {number} is {one or 'missing'}, the chat template has {other or 'none'}"
+        return None
+
+    def samples(self, prompt: Prompt, *, first_index: int = 0, trajectory: int | None = None) -> tuple[Sample, ...]:
+        """Return a sample for each leaf, in the order of their last turns.
+
+        A turn shared by leaves is trained on in the first one, and part of the prompt of others.
+        """
+        parents = {turn.parent for turn in self.turns}
+        leaves = [turn for turn in self.turns if turn not in parents]
+        trained: set[Turn] = set()
+        samples = []
+        for number, leaf in enumerate(leaves):
+            path = [leaf]
+            while (parent := path[0].parent) is not None and parent not in trained:
+                path.insert(0, parent)
+            trained.update(path)
+            samples.append(self._sample(prompt, path, index=first_index + number, trajectory=trajectory if len(leaves) > 1 else None))
+        return tuple(samples)
+
+    def _sample(self, prompt: Prompt, path: Sequence[Turn], *, index: int, trajectory: int | None) -> Sample:
+        first, last = path[0], path[-1]
+        ids = last.token_ids[len(first.prompt_ids) :]
+        mask, log_probs, versions = np.zeros(len(ids), np.bool_), np.zeros(len(ids), np.float32), np.full(len(ids), -1)
+        for turn in path:
+            begin = len(turn.prompt_ids) - len(first.prompt_ids)
+            span = slice(begin, begin + len(turn.generation.token_ids))
+            mask[span], log_probs[span], versions[span] = True, turn.generation.log_probs, turn.generation.weight_versions
+        text = self._tokenizer.decode(first.prompt_ids.tolist())
+        return Sample(
+            group_id=prompt.id,
+            index=index,
+            prompt=replace(prompt, token_ids=first.prompt_ids, text=text),
+            response_ids=ids,
+            loss_mask=mask,
+            rollout_log_probs=log_probs,
+            weight_versions=versions,
+            stop_reason=last.generation.stop_reason,
+            response_text=self._tokenizer.decode(ids.tolist()),
+            routed_experts=last.generation.routed_experts,
+            trajectory=trajectory,
+        )
+
+
+def _offered(tools: Sequence[Message]) -> list[dict[str, Any]] | None:
+    """Return tools in the form of a request, None for none."""
+    return [{"type": "function", "function": dict(tool)} for tool in tools] or None
+
+
+def _key(message: Mapping[str, Any]) -> str:
+    """Return a form of `message` in which equal ones compare equal, however clients write them."""
+    calls = [[call["function"]["name"], _arguments(call["function"]["arguments"])] for call in message.get("tool_calls") or ()]
+    kept = {name: value for name, value in message.items() if name not in ("tool_calls", "reasoning_content", "id") and value is not None}
+    return json.dumps([kept | {"content": message.get("content") or ""}, calls], sort_keys=True)
+
+
+def _arguments(arguments: Any) -> Any:
+    """Return a call's arguments as an object, also where a client sends them as JSON text."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments

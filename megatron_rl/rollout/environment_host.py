@@ -1,0 +1,271 @@
+"""Homes of environments: a process for each trajectory, or one event loop for async ones.
+
+Processes are forked by a server that has imported the user's module once. So a trajectory's
+environment starts in milliseconds; a hang, a crash or a limit of memory costs that trajectory.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager
+from dataclasses import fields
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn, Protocol
+
+import numpy as np
+import psutil
+
+from megatron_rl.errors import UserError
+from megatron_rl.plugins.environment import environment_class, is_async
+from megatron_rl.plugins.loader import load
+from megatron_rl.rewards.processes import WorkerContext, kill_session, lead_session
+from megatron_rl.rollout.environment_call import Answer, EnvironmentCall, tools_of
+from megatron_rl.system.deadlines import PLUGIN_IMPORT_S
+from megatron_rl.system.files import disk_errors
+from megatron_rl.types import Message, Prompt
+
+MOST_PROCESSES = 256
+"""Environments at once; further trajectories wait for the end of one."""
+MEMORY_BYTES = 4 * 2**30
+"""Memory that the process of one environment may allocate."""
+SWEEP_S = 1.0  # between two searches for processes that ended environments have left
+_LINE_BYTES = 2**26  # of one answer
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # of linux/prctl.h
+
+
+class Home(Protocol):
+    """An open environment of one trajectory."""
+
+    async def reset(self, prompt: Prompt) -> Answer:
+        """Return the first messages, or a failure."""
+
+    async def answer(self, message: Message) -> Answer:
+        """Return the reply to a message of the policy, or a failure."""
+
+
+class Environments(AbstractContextManager["Environments", None]):
+    """The environments of the class at `path` with `args`; leaving the context ends all of them.
+
+    Output printed by processes goes to `log_path`. Raises UserError for an unusable class.
+    """
+
+    def __init__(self, path: str, args: Mapping[str, Any], *, log_path: Path | None = None) -> None:
+        self._path, self._args, self._log_path = path, dict(args), log_path
+        make = load(path, kind="environment", args=args)
+        environment = environment_class(make)
+        self._tools = tools_of(environment)
+        self.tools: Sequence[Message] = [tool.description for tool in self._tools.values()]
+        """Descriptions of the tools for the policy: name, description and parameters."""
+        self._make = make
+        if log_path is not None:
+            with disk_errors(log_path):
+                log_path.parent.mkdir(parents=True, exist_ok=True)
+        self.asynchronous = is_async(environment)
+        self._loop = _Loop() if self.asynchronous else None
+        self._server = None if self._loop is not None else _Server(path, self._args, log_path)
+        self._free = asyncio.Semaphore(MOST_PROCESSES)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._loop is not None:
+            self._loop.close()
+        if self._server is not None:
+            self._server.close()
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[Home]:
+        """Yield a fresh environment, ended with the body."""
+        if self._server is None:
+            assert self._loop is not None, "an environment lives on a loop or in a process"
+            yield _OnLoop(self._loop, EnvironmentCall(self._make, self._tools, shares_loop=True))
+            return
+        async with self._free:
+            if not self._server.process.is_alive():
+                self._server = await asyncio.to_thread(_Server, self._path, self._args, self._log_path)
+            ours, theirs = socket.socketpair()
+            with theirs:
+                self._server.fork(theirs)
+            reader, writer = await asyncio.open_connection(sock=ours, limit=_LINE_BYTES)
+            home = _InProcess(reader, writer)
+            try:
+                yield home
+            finally:
+                writer.close()
+                self._server.end(home.pid)
+
+
+class _Loop:
+    """A thread with an event loop for async environments."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True, name="environments")
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop the loop; a blocked one is left to the end of the process."""
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(timeout=1.0)
+
+
+class _OnLoop:
+    """An async environment, on the loop of all."""
+
+    def __init__(self, loop: _Loop, call: EnvironmentCall) -> None:
+        self._loop, self._call = loop.loop, call
+
+    async def reset(self, prompt: Prompt) -> Answer:
+        return await self._there(self._call.reset(prompt))
+
+    async def answer(self, message: Message) -> Answer:
+        return await self._there(self._call.answer(message))
+
+    async def _there(self, work: Coroutine[Any, Any, Answer]) -> Answer:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+
+class _InProcess:
+    """An environment in a process of its own, by lines of JSON."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        self.pid: int | None = None  # known with the first answer
+
+    async def reset(self, prompt: Prompt) -> Answer:
+        values = {field.name: getattr(prompt, field.name) for field in fields(prompt)}
+        return await self._ask({"prompt": values | {"token_ids": prompt.token_ids.tolist()}})
+
+    async def answer(self, message: Message) -> Answer:
+        return await self._ask({"message": message})
+
+    async def _ask(self, request: Mapping[str, Any]) -> Answer:
+        try:
+            if self.pid is None:
+                self.pid = json.loads(await self._reader.readline())
+            self._writer.write(json.dumps(request).encode() + b"\n")
+            await self._writer.drain()
+            line = await self._reader.readline()
+        except (ConnectionError, ValueError) as error:
+            line, reason = b"", f" ({error})"
+        else:
+            reason = ""
+        if not line.endswith(b"\n"):
+            return {"cause": "environment", "headline": f"its process ended before it answered{reason}", "trace": ""}
+        answer: Answer = json.loads(line)
+        return answer
+
+
+class _Server:
+    """The process that forks environments, on requests through a socket of packets."""
+
+    def __init__(self, path: str, args: Mapping[str, Any], log_path: Path | None) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self.process = WorkerContext().Process(target=_serve, args=(theirs, path, args, log_path), name="environments")
+            self.process.start()
+        ready, _, _ = select.select([self._control], [], [], PLUGIN_IMPORT_S)
+        if not ready or not self._control.recv(1):
+            self.close()
+            raise UserError(
+                f"rollout.environment {path} is not imported after {PLUGIN_IMPORT_S:.0f} s, or its process ended; look in "
+                f"{log_path or 'its output'}, and move slow work out of its module"
+            )
+
+    def fork(self, theirs: socket.socket) -> None:
+        """Start an environment's process on the other end of a connection."""
+        with contextlib.suppress(ConnectionError):  # the connection then ends without an answer
+            socket.send_fds(self._control, [b"fork"], [theirs.fileno()])
+
+    def end(self, pid: int | None) -> None:
+        """Kill the process `pid` with what it started. One without an answer yet ends by itself."""
+        if pid is not None:
+            with contextlib.suppress(ConnectionError):
+                self._control.send(str(pid).encode())
+
+    def close(self) -> None:
+        """Kill and reap the server and every environment."""
+        self._control.close()
+        self.process.terminate()
+        self.process.join()
+
+
+def _serve(control: socket.socket, path: str, args: Mapping[str, Any], log_path: Path | None) -> None:
+    """Fork environments until the driver ends: the inside of the server."""
+    lead_session(log_path)
+    make = load(path, kind="environment", args=args)
+    tools = tools_of(environment_class(make))
+    # What is imported stays shared with the children.
+    gc.freeze()
+    children: set[int] = set()
+    swept_s = time.monotonic()
+    control.send(b"+")
+    while True:
+        select.select([control], [], [], SWEEP_S)
+        with contextlib.suppress(ChildProcessError):
+            while (pid := os.waitpid(-1, os.WNOHANG)[0]) > 0:
+                children.discard(pid)
+        if time.monotonic() > swept_s + SWEEP_S:
+            swept_s = time.monotonic()
+            # What an ended environment started has become a child of this process.
+            for stray in {each.pid for each in psutil.Process().children()} - children:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(stray, signal.SIGKILL)
+        if not select.select([control], [], [], 0)[0]:
+            continue
+        word, handles, _, _ = socket.recv_fds(control, 64, 1)
+        if not word:
+            return
+        if word != b"fork":
+            # Reaped above and by nobody else, so the number is still this child's.
+            if (pid := int(word)) in children:
+                kill_session(pid)
+            continue
+        with warnings.catch_warnings():
+            # The thread that follows the driver holds no lock that a child needs.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
+        if not pid:
+            control.close()
+            _live(socket.socket(fileno=handles[0]), EnvironmentCall(make, tools, shares_loop=False))
+        children.add(pid)
+        os.close(handles[0])
+
+
+def _live(connection: socket.socket, call: EnvironmentCall) -> NoReturn:
+    """Answer the driver's requests until the connection ends: the inside of an environment's process."""
+    try:
+        os.setsid()
+        libc = ctypes.CDLL(None)
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        used = int(Path("/proc/self/statm").read_text("ascii").split()[5]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_DATA, (used + MEMORY_BYTES, used + MEMORY_BYTES))
+        with connection.makefile("rwb") as stream, asyncio.Runner() as runner:
+            stream.write(b"%d\n" % os.getpid())
+            stream.flush()
+            for line in stream:
+                request = json.loads(line)
+                if "prompt" in request:
+                    work = call.reset(Prompt(**{**request["prompt"], "token_ids": np.array(request["prompt"]["token_ids"])}))
+                else:
+                    work = call.answer(request["message"])
+                stream.write(json.dumps(runner.run(work)).encode() + b"\n")
+                stream.flush()
+    except BaseException as error:
+        # A connection that ended is the end of the trajectory.
+        if not isinstance(error, ConnectionError):
+            traceback.print_exc()
+    finally:
+        os._exit(0)

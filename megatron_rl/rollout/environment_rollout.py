@@ -1,0 +1,138 @@
+"""The rollout of runs with `rollout.environment`: turns of policy and environment, with rewards."""
+
+import asyncio
+from collections.abc import Awaitable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_rl.config.settings import RolloutSettings
+from megatron_rl.engines.sampling import Sampling
+from megatron_rl.errors import TrajectoryError
+from megatron_rl.plugins.kinds import Generator, Rollout
+from megatron_rl.rollout.conversation import Conversation
+from megatron_rl.rollout.environment_host import Environments, Home
+from megatron_rl.rollout.groups import load_rollout
+from megatron_rl.rollout.renderers import choose_renderer
+from megatron_rl.types import Prompt, Reward, RewardOutcome, Sample, StopReason
+
+if TYPE_CHECKING:
+    from renderers import Renderer
+    from transformers import PreTrainedTokenizerBase
+
+
+@contextmanager
+def opened_rollout(
+    settings: RolloutSettings,
+    *,
+    tokenizer: "PreTrainedTokenizerBase",
+    model_type: str | None,
+    must_reward: bool,
+    log_path: Path | None = None,
+) -> Iterator[Rollout]:
+    """Yield the rollout of the settings. An environment's processes print to `log_path` and end with the body."""
+    if settings.environment is None:
+        yield load_rollout(settings)
+        return
+    with Environments(settings.environment, settings.args, log_path=log_path) as environments:
+        chosen = choose_renderer(tokenizer, model_type=model_type, name=settings.renderer)
+        yield EnvironmentRollout(settings, environments, chosen.renderer, must_reward=must_reward)
+
+
+class EnvironmentRollout:
+    """A rollout, see `kinds.Rollout`, whose trajectories each have a fresh environment of `environments`.
+
+    A trajectory without an end after `rollout.max_turns` answers, or without room for another one,
+    is truncated and keeps the rewards so far, or 0. Its last sample has the sum of the rewards.
+    `must_reward` is True without a reward function.
+    """
+
+    def __init__(self, settings: RolloutSettings, environments: Environments, renderer: "Renderer", *, must_reward: bool) -> None:
+        self._environments, self._renderer, self._must_reward = environments, renderer, must_reward
+        self._max_turns, self._step_timeout_s = settings.max_turns, settings.step_timeout_s
+
+    async def __call__(
+        self, *, prompt: Prompt, generator: Generator, sampling: Sampling, num_samples: int, tokenizer: "PreTrainedTokenizerBase"
+    ) -> tuple[Sample, ...]:
+        """Return the samples of `num_samples` trajectories. Raises TrajectoryError for the first failure."""
+        samples: list[Sample] = []
+        for number in range(num_samples):
+            conversation = Conversation(self._renderer, generator, tokenizer=tokenizer, session=f"trajectory {number}")
+            async with self._environments.open() as home:
+                notes = await self._play(home, conversation, prompt, sampling)
+            reward = notes.reward(must=self._must_reward)
+            own = conversation.samples(prompt, first_index=len(samples), trajectory=number)
+            last = notes.last(own[-1], num_turns=len(conversation.turns))
+            samples += [replace(sample, reward=reward) for sample in (*own[:-1], last)]
+        return tuple(samples)
+
+    async def _play(self, home: Home, conversation: Conversation, prompt: Prompt, sampling: Sampling) -> "_Notes":
+        """Take turns until the environment ends, or no turn is left."""
+        notes = _Notes()
+        messages = list((await self._within_time(home.reset(prompt), doing="reset"))["messages"])
+        while len(conversation.turns) < self._max_turns:
+            turn = await conversation.ask(messages, sampling=sampling, tools=self._environments.tools)
+            if turn is None and not conversation.turns:
+                raise TrajectoryError("context", f"the first messages leave no room for an answer in {conversation.context} tokens")
+            if turn is None or turn.generation.stop_reason is not StopReason.STOP:
+                return notes
+            answer = await self._within_time(home.answer(turn.message), doing="answer a message")
+            notes.add(answer, content=turn.message["content"])
+            messages.append(turn.message)
+            if answer["done"]:
+                notes.end(conversation.structure_difference(messages, tools=self._environments.tools))
+                return notes
+            messages += answer["messages"]
+        return notes
+
+    async def _within_time(self, call: Awaitable[dict[str, Any]], *, doing: str) -> dict[str, Any]:
+        """Return the environment's answer. Raises TrajectoryError for a failure or a late one."""
+        try:
+            answer = await asyncio.wait_for(call, self._step_timeout_s)
+        except TimeoutError:
+            message = f"the environment took more than {self._step_timeout_s:g} s to {doing} (rollout.step_timeout_s)"
+            raise TrajectoryError("timeout", message) from None
+        if "cause" in answer:
+            raise TrajectoryError(answer["cause"], answer["headline"], answer["trace"])
+        return answer
+
+
+class _Notes:
+    """Rewards and counts of one trajectory; `ended` by the environment, else truncated."""
+
+    def __init__(self) -> None:
+        self.ended = False
+        self._parts: dict[str, float] = {}
+        self._counts = {"num_tool_calls": 0, "num_tool_errors": 0}
+        self._difference: str | None = None
+        self._turn_rewards: list[dict[str, float]] = []
+        self._content = ""
+
+    def add(self, answer: dict[str, Any], *, content: str) -> None:
+        """Add the environment's answer to one turn of this `content`."""
+        for name, value in answer["parts"].items():
+            self._parts[name] = self._parts.get(name, 0.0) + value
+        self._turn_rewards.append(answer["parts"])
+        self._counts["num_tool_calls"] += answer["num_calls"]
+        self._counts["num_tool_errors"] += answer["num_errors"]
+        self._content = content
+
+    def end(self, structure_difference: str | None) -> None:
+        """Note the end by the environment, and the conversation's first difference from the chat template."""
+        self.ended, self._difference = True, structure_difference
+
+    def reward(self, *, must: bool) -> Reward | None:
+        """Return the sum of all parts, None where there are none unless there `must` be."""
+        if not self._parts and must and self.ended:
+            raise TrajectoryError("contract", "the environment ended without a reward, and reward.function is null; give one, or set it")
+        if not self._parts and not must:
+            return None
+        return Reward(RewardOutcome.SCORED, sum(self._parts.values()), components=dict(self._parts))
+
+    def last(self, sample: Sample, *, num_turns: int) -> Sample:
+        """Return the last sample with the trajectory's facts as metadata."""
+        facts = {"num_turns": num_turns, **self._counts, "turn_rewards": self._turn_rewards, "answer": self._content}
+        facts |= {"structure_difference": self._difference} if self._difference else {}
+        reason = sample.stop_reason if self.ended or sample.stop_reason is not StopReason.STOP else StopReason.LENGTH
+        return replace(sample, metadata={**sample.metadata, **facts}, stop_reason=reason)

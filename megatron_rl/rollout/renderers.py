@@ -1,0 +1,125 @@
+"""The renderer of a model: messages to tokens and back, chosen by model type and chat template.
+
+The library `renderers` has the families; a renderer that agrees with the tokenizer's own chat
+template on PROBES is used, else the template itself, whose every further turn is a new branch.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import TemplateError
+
+from megatron_rl.errors import UserError
+
+if TYPE_CHECKING:
+    from renderers import Renderer
+    from transformers import PreTrainedTokenizerBase
+
+_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType({
+    "qwen3": ("qwen3", "prime-qwen3"),
+    "qwen3_moe": ("qwen3", "prime-qwen3"),
+    "qwen3_next": ("qwen3.5", "qwen3"),
+    "qwen2": ("qwen3",),
+    "llama": ("llama-3", "deepseek-r1"),
+    "deepseek_v3": ("deepseek-v3", "deepseek-r1", "kimi-k2"),
+    "kimi_k2": ("kimi-k2",),
+    "glm4_moe": ("glm-4.5", "glm-5"),
+    "gpt_oss": ("gpt-oss",),
+    "minimax_m2": ("minimax-m2",),
+})  # fmt: skip
+"""Renderers to try for a `model_type` of config.json, the likeliest first."""
+
+_TOOL = {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {"a": {"type": "number"}}, "required": ["a"]}}
+_CALL = {"type": "function", "id": "call_0", "function": {"name": "add", "arguments": {"a": 1}}}
+PROBES: tuple[tuple[Sequence[Mapping[str, Any]], bool], ...] = (
+    (({"role": "user", "content": "Hi."},), False),
+    (({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi."}), True),
+    (
+        (
+            {"role": "user", "content": "Add."},
+            {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+            {"role": "tool", "content": "3", "tool_call_id": "call_0", "name": "add"},
+        ),
+        True,
+    ),
+)
+"""Conversations that renderer and chat template have to turn into the same tokens; True: with a tool."""
+
+
+_NO_BRIDGE = "no renderer of its own: a turn is a branch wherever the chat template changes a token of the turns before"
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenRenderer:
+    """A renderer by `name`, with its `note` on later turns and earlier reasoning, for --check."""
+
+    name: str
+    renderer: "Renderer"
+    note: str
+
+
+def choose_renderer(tokenizer: "PreTrainedTokenizerBase", *, model_type: str | None, name: str | None = None) -> ChosenRenderer:
+    """Return the renderer `name`, or the first that renders as the chat template does.
+
+    Raises UserError for an unknown name, and for a tokenizer without the tokens of `name`.
+    """
+    # Imported here: half a second that runs without an environment need not wait for.
+    from renderers import DefaultRendererConfig, config_from_name, create_renderer
+
+    if name is None:
+        for candidate in _NAMES.get(model_type or "", ()):
+            try:
+                renderer = create_renderer(tokenizer, config_from_name(candidate))
+            except (ValueError, KeyError, TypeError, AssertionError):
+                continue  # a token of the family is missing
+            if _agrees(renderer, tokenizer):
+                return ChosenRenderer(candidate, renderer, _note(renderer))
+        if tokenizer.chat_template is None:
+            raise UserError(
+                "the tokenizer has no chat template, which an environment's conversation needs; add one to the model's directory, or name "
+                "a renderer in rollout.renderer"
+            )
+        name = "default"
+    try:
+        # The template's own markers of calls are Hermes's in most families without a renderer.
+        config = DefaultRendererConfig(tool_parser="qwen3", reasoning_parser="think") if name == "default" else config_from_name(name)
+        renderer = create_renderer(tokenizer, config)
+    except (ValueError, KeyError, TypeError, AssertionError) as error:
+        raise UserError(
+            f"rollout.renderer is {name!r}, which cannot be used with this tokenizer ({error}); name one of the library `renderers` for "
+            "this model's family, or leave it out"
+        ) from error
+    return ChosenRenderer(name, renderer, _NO_BRIDGE if name == "default" else _note(renderer))
+
+
+def _agrees(renderer: "Renderer", tokenizer: "PreTrainedTokenizerBase") -> bool:
+    """Return True when the renderer and the chat template turn PROBES into the same tokens."""
+    for messages, with_tool in PROBES:
+        tools: list[Any] | None = [{"type": "function", "function": _TOOL}] if with_tool else None
+        try:
+            expected = tokenizer.apply_chat_template(
+                [dict(message) for message in messages], tools=tools, add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+            if renderer.render_ids([dict(message) for message in messages], tools=tools, add_generation_prompt=True) != list(expected):
+                return False
+        except (TemplateError, TypeError, ValueError, AttributeError, ArithmeticError, LookupError):
+            return False  # a template that refuses a probe
+    return True
+
+
+def _note(renderer: "Renderer") -> str:
+    """Return a sentence about later turns and earlier reasoning under this renderer."""
+    # The example of a finished turn: prompt, an answer without reasoning, and the next message.
+    prompt = renderer.render_ids([{"role": "user", "content": "Hi."}], add_generation_prompt=True)
+    answer = [*renderer.render_ids([{"role": "user", "content": "Hi."}])[-1:], *renderer.get_stop_token_ids()[:1]]
+    keeps = {
+        role: renderer.bridge_to_next_turn(prompt, answer, [{"role": role, "content": "3", "tool_call_id": "call_0"}]) is not None
+        for role in ("tool", "user")
+    }
+    if all(keeps.values()):
+        return "every turn keeps the tokens before, earlier reasoning too"
+    if keeps["tool"]:
+        return "turns after tools keep the tokens before; a further user message drops earlier reasoning, and begins a branch"
+    return _NO_BRIDGE

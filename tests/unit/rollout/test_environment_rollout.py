@@ -1,0 +1,104 @@
+"""Trajectories with an environment: turns, budgets, rewards, failures, and groups of them."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from chat_parts import THINKING_TEMPLATE, Policy, call, chat_tokenizer
+
+from megatron_rl.config.settings import RolloutSettings
+from megatron_rl.engines.sampling import Sampling
+from megatron_rl.errors import TrajectoryError
+from megatron_rl.rollout.environment_rollout import opened_rollout
+from megatron_rl.rollout.sample_checks import check_samples
+from megatron_rl.types import Prompt, Sample, StopReason
+
+PROMPT = Prompt(id="p", token_ids=np.array([1]), text="Hi.", label="4")
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+
+
+def play(
+    name: str,
+    texts: Sequence[str] | Callable[[str], str],
+    *,
+    num_samples: int = 1,
+    must_reward: bool = True,
+    context: int = 4096,
+    label: str = "4",
+    max_tokens: int = 200,
+    **settings: object,
+) -> tuple[Sample, ...]:
+    """The samples of a rollout with the environment `name`, after the checks of a run."""
+    tokenizer = chat_tokenizer(THINKING_TEMPLATE)
+    chosen = RolloutSettings(environment=f"environments_under_test:{name}", **settings)  # type: ignore[arg-type]
+    prompt = Prompt(id="p", token_ids=np.array([1]), text="Hi.", label=label)
+    with opened_rollout(chosen, tokenizer=tokenizer, model_type="qwen3", must_reward=must_reward) as rollout:
+        policy = Policy(tokenizer, texts, context=context)
+        work = rollout(
+            prompt=prompt, generator=policy, sampling=Sampling(max_tokens=max_tokens), num_samples=num_samples, tokenizer=tokenizer
+        )
+        samples = asyncio.run(asyncio.wait_for(work, 60))  # type: ignore[arg-type]
+    return check_samples(samples, prompt=prompt, num_samples=num_samples, vocab_size=len(tokenizer), max_tokens=context)
+
+
+def test_rewards_of_all_turns_are_summed() -> None:
+    texts = [call("put", '{"key": "a", "value": "4"}'), call("get", '{"key": "a"}'), call("get", '{"key": "b"}'), "4"]
+    (sample,) = play("Shop", texts, args={"bonus": 0.5})
+    assert sample.reward is not None
+    assert sample.reward.value == 1.75
+    assert sample.reward.components == {"get": 0.25, "answer": 1.0, "bonus": 0.5}
+    assert sample.metadata == {
+        "num_turns": 4,
+        "num_tool_calls": 3,
+        "num_tool_errors": 1,
+        "turn_rewards": [{}, {"get": 0.25}, {}, {"answer": 1.0, "bonus": 0.5}],
+        "answer": "4",
+    }
+    assert sample.stop_reason is StopReason.STOP and not sample.truncated
+    assert "error: no key b" in sample.response_text
+
+
+def test_all_branches_have_the_trajectorys_reward() -> None:
+    samples = play("Endless", ["<think>\nhm\n</think>\n\nA", "B", "C"], max_turns=3, num_samples=1)
+    assert len(samples) == 2 and {sample.trajectory for sample in samples} == {0}
+    assert [sample.reward.value for sample in samples if sample.reward] == [0.0, 0.0]
+    assert [sample.truncated for sample in samples] == [False, True]
+
+
+def test_trajectories_of_one_call_are_numbered() -> None:
+    samples = play("Shop", ["4", "5"], num_samples=2)
+    assert [(sample.index, sample.trajectory) for sample in samples] == [(0, None), (1, None)]
+    assert [sample.reward.value for sample in samples if sample.reward] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("limit", [{"max_turns": 2}, {"max_tokens": 3}, {"context": 700}])
+def test_a_trajectory_without_an_end_is_truncated(limit: dict[str, int]) -> None:
+    (sample,) = play("Endless", lambda _: "Well" * 5, **limit)  # type: ignore[arg-type]
+    assert sample.truncated and sample.reward is not None and sample.reward.value == 0.0
+    assert sample.loss_mask[-1]
+
+
+def test_without_a_reward_of_its_own_the_function_decides() -> None:
+    (sample,) = play("Silent", ["4"], must_reward=False)
+    assert sample.reward is None
+    with pytest.raises(TrajectoryError, match=r"ended without a reward, and reward\.function is null") as raised:
+        play("Silent", ["4"])
+    assert raised.value.cause == "contract"
+
+
+def test_failures_have_a_cause() -> None:
+    with pytest.raises(TrajectoryError, match=r"more than 0\.3 s to answer a message \(rollout\.step_timeout_s\)") as raised:
+        play("Broken", ["4"], label="hang", step_timeout_s=0.3)
+    assert raised.value.cause == "timeout"
+    with pytest.raises(TrajectoryError, match="KeyError: 'missing'") as raised:
+        play("Broken", ["4"], label="raise")
+    assert raised.value.cause == "environment" and "environments_under_test.py" in raised.value.trace
+    with pytest.raises(TrajectoryError, match="no room for an answer in 20 tokens") as raised:
+        play("Shop", ["4"], context=20)
+    assert raised.value.cause == "context"
