@@ -20,6 +20,7 @@ def made_by(data: DataSettings, rollout: RolloutSettings, reward: RewardSettings
         "rollout.function": rollout.function,
         "rollout.environment": rollout.environment,
         "rollout.max_turns": rollout.max_turns,
+        "rollout.renderer": rollout.renderer,
         "rollout.args": rollout.args,
         "data.samples_per_prompt": data.samples_per_prompt,
         "data.label_key": data.label_field,

@@ -37,8 +37,6 @@ from megatron_rl.system.deadlines import PLUGIN_IMPORT_S
 from megatron_rl.system.files import disk_errors
 from megatron_rl.types import Message, Prompt
 
-MOST_PROCESSES = 256
-"""Environments at once; further trajectories wait for the end of one."""
 MEMORY_BYTES = 4 * 2**30
 """Memory that the process of one environment may allocate."""
 SWEEP_S = 1.0  # between two searches for processes that ended environments have left
@@ -76,7 +74,6 @@ class Environments(AbstractContextManager["Environments", None]):
         self.asynchronous = is_async(environment)
         self._loop = _Loop() if self.asynchronous else None
         self._server = None if self._loop is not None else _Server(path, self._args, log_path)
-        self._free = asyncio.Semaphore(MOST_PROCESSES)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._loop is not None:
@@ -91,19 +88,18 @@ class Environments(AbstractContextManager["Environments", None]):
             assert self._loop is not None, "an environment lives on a loop or in a process"
             yield _OnLoop(self._loop, EnvironmentCall(self._make, self._tools, shares_loop=True))
             return
-        async with self._free:
-            if not self._server.process.is_alive():
-                self._server = await asyncio.to_thread(_Server, self._path, self._args, self._log_path)
-            ours, theirs = socket.socketpair()
-            with theirs:
-                self._server.fork(theirs)
-            reader, writer = await asyncio.open_connection(sock=ours, limit=_LINE_BYTES)
-            home = _InProcess(reader, writer)
-            try:
-                yield home
-            finally:
-                writer.close()
-                self._server.end(home.pid)
+        if not self._server.process.is_alive():
+            self._server = await asyncio.to_thread(_Server, self._path, self._args, self._log_path)
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._server.fork(theirs)
+        reader, writer = await asyncio.open_connection(sock=ours, limit=_LINE_BYTES)
+        home = _InProcess(reader, writer)
+        try:
+            yield home
+        finally:
+            writer.close()
+            self._server.end(home.pid)
 
 
 class _Loop:
@@ -208,6 +204,8 @@ def _serve(control: socket.socket, path: str, args: Mapping[str, Any], log_path:
     tools = tools_of(environment_class(make))
     # What is imported stays shared with the children.
     gc.freeze()
+    # What the module started on its import belongs to all.
+    kept = {each.pid for each in psutil.Process().children()}
     children: set[int] = set()
     swept_s = time.monotonic()
     control.send(b"+")
@@ -219,7 +217,7 @@ def _serve(control: socket.socket, path: str, args: Mapping[str, Any], log_path:
         if time.monotonic() > swept_s + SWEEP_S:
             swept_s = time.monotonic()
             # What an ended environment started has become a child of this process.
-            for stray in {each.pid for each in psutil.Process().children()} - children:
+            for stray in {each.pid for each in psutil.Process().children()} - children - kept:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(stray, signal.SIGKILL)
         if not select.select([control], [], [], 0)[0]:

@@ -28,6 +28,8 @@ Samples = tuple[Sample, ...]
 
 ATTEMPTS = 3
 """Attempts at a trajectory: one with all others of its prompt, then alone. Each draws with seeds of its own."""
+MOST_ALONE = 256
+"""Trajectories made alone at once, each with a process where it has an environment; others wait, which is no time of theirs."""
 SLOW_REWARD_S = 1.0  # waits for rewards shorter than this are not worth a write to the disk
 CANCEL_S = 5.0  # a cancelled rollout that goes on for longer is left to itself
 
@@ -81,6 +83,7 @@ class GroupMaker:
         self._rollout, self._pool, self._tokenizer, self._score = rollout, pool, tokenizer, score
         self._seed, self._max_tokens, self._timeout_s = seed, max_tokens, settings.timeout_s
         self._first_alone = 0 if settings.environment else 1  # the attempt from which on each trajectory is made alone
+        self._places = asyncio.Semaphore(MOST_ALONE)
         ends = [tokenizer.eos_token_id]
         self._samplings = {greedy: make_sampling(settings.sampling, eos_token_ids=ends, greedy=greedy) for greedy in (False, True)}
 
@@ -162,7 +165,8 @@ class GroupMaker:
             for again in range(self._first_alone, ATTEMPTS):
                 self.num_retries += bool(again)
                 # No session name begins with a zero character.
-                found = await attempt(1, f"{seed}\0\0{number} {again}")
+                async with self._places:
+                    found = await attempt(1, f"{seed}\0\0{number} {again}")
                 if not isinstance(found, Failure):
                     break
             return found

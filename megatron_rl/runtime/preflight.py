@@ -283,6 +283,8 @@ def _check_rollout(rollout: RolloutSettings, model: Path, *, directory: Path, re
             check_records_routing()
     if rollout.environment is None:
         load_rollout(rollout)
+    else:
+        load(rollout.environment, kind="environment", args=rollout.args)
     if rollout.filter is not None:
         require(rollout.filter.function, "filter", rollout.filter.args)
 

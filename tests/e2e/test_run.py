@@ -139,6 +139,7 @@ def test_a_run_whose_ray_dies_goes_on_from_its_checkpoint(task: Path, tmp_path: 
     summary = json.loads((directory / "summary.json").read_text())
     # Of the last step trained the checkpoint may not have been complete.
     assert summary["status"] == f"failed: WorkerDiedError: {ended[1]}" and 2 <= int(ended[2]) <= summary["steps"] <= int(ended[2]) + 1
+    assert max(path.name for path in (directory / "checkpoints").iterdir()) == f"step-{int(ended[2]):06d}"
     again = start(*rl_arguments(task, directory, f"run.num_steps={summary['steps'] + 1}", "run.save_interval=1"), "--resume")
     assert again.wait() == 0, again.output
     assert steps_of(directory) == list(range(summary["steps"] + 2))

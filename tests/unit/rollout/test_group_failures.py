@@ -16,6 +16,7 @@ from megatron_rl.engines.engine_pool import EnginePool
 from megatron_rl.engines.sampling import Sampling
 from megatron_rl.errors import EngineError, TrajectoryError
 from megatron_rl.plugins.kinds import Rollout
+from megatron_rl.rollout import groups
 from megatron_rl.rollout.groups import GroupMaker, single_turn
 from megatron_rl.rollout.rollout_trial import NumberTokenizer
 from megatron_rl.types import Failure, Group, Prompt, Reward, RewardOutcome, Sample
@@ -238,3 +239,22 @@ def test_trajectories_with_an_environment_fail_alone() -> None:
     assert len({sampling.seed for sampling in client.samplings}) == len(client.samplings) == 3
     for sample in group.samples:
         assert sample.reward == Reward(RewardOutcome.SCORED, 2.5, components={"own": 0.5, "other": 2.0, "function": 2.0})
+
+
+def test_a_bounded_number_of_trajectories_is_alone_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups, "MOST_ALONE", 2)
+    running = most = 0
+
+    async def rollout(**arguments: Any) -> tuple[Sample, ...]:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        samples = await single_turn(**arguments)
+        running -= 1
+        return samples
+
+    settings = RolloutSettings(environment="a:B", sampling=SamplingSettings(max_response_tokens=4))
+    pool = EnginePool([Engine(delay_s=0.01)], max_requests=8)  # type: ignore[list-item]
+    maker = GroupMaker(settings, rollout, pool=pool, tokenizer=NumberTokenizer(), score=None, seed=0, max_tokens=64)  # type: ignore[arg-type]
+    group = asyncio.run(maker.make(make_prompts(1)[0], num_samples=6))
+    assert len(group.samples) == 6 and most == 2
