@@ -34,6 +34,23 @@ class Generation:
     routed_experts: Experts | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """Load of an engine: `kv_use`, the share of the key-value pool held by running requests, and requests in its queue."""
+
+    kv_use: float
+    num_waiting: int
+
+
+def read_load(answer: Any) -> EngineLoad | None:
+    """Return the load from SGLang's /v1/loads, the fullest pool of several; None for another answer."""
+    try:
+        uses, queues = zip(*((float(rank["token_usage"]), int(rank["num_waiting_reqs"])) for rank in answer["loads"]), strict=True)
+    except (KeyError, TypeError, ValueError):
+        return None
+    return EngineLoad(max(uses), sum(queues))
+
+
 def read_generation(answer: dict[str, Any], *, prompt_length: int, mixture: MixtureShape | None) -> Generation:
     """Return a response from one element of the server's answer. Raises EngineError."""
     meta = answer["meta_info"]
@@ -42,6 +59,8 @@ def read_generation(answer: dict[str, Any], *, prompt_length: int, mixture: Mixt
         raise EngineError(f"the engine failed at a request: {finish.get('message')} ({finish['status_code']})")
     token_ids = np.array(answer["output_ids"], np.int64)
     length = len(token_ids)
+    if not length and finish["type"] != "abort":
+        raise EngineError(f"the engine answered no token and says that it ended by {finish['type']!r}, needs at least one token")
     scored = meta["output_token_logprobs"]
     if [entry[1] for entry in scored] != token_ids.tolist():
         raise EngineError(f"the engine returned {length} tokens and the log-probs of {len(scored)} others")

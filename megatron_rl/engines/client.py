@@ -8,6 +8,7 @@ import contextlib
 import itertools
 import json
 import uuid
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -15,11 +16,11 @@ from typing import Any, Literal, TypeVar, get_args
 
 import aiohttp
 
-from megatron_rl.engines.answers import Generation, read_generation, read_version
+from megatron_rl.engines.answers import EngineLoad, Generation, read_generation, read_load, read_version
 from megatron_rl.engines.engine import EngineAddress
 from megatron_rl.engines.sampling import Sampling
 from megatron_rl.errors import DeadlineError, EngineError, EngineRefusal, UserError
-from megatron_rl.system.deadlines import ENGINE_ABORT_S, ENGINE_CONTROL_S
+from megatron_rl.system.deadlines import ENGINE_ABORT_S, ENGINE_CONTROL_S, ENGINE_LOAD_S
 from megatron_rl.types import Ints
 
 Result = TypeVar("Result")
@@ -57,6 +58,8 @@ class EngineClient:
 
     def __init__(self, address: EngineAddress, *, request_timeout_s: float, control_timeout_s: float = ENGINE_CONTROL_S) -> None:
         self.address = address
+        self.served: Counter[str] = Counter()  # answers, their prompt_tokens, cached_tokens and retractions for want of memory
+        self._num_retracting_pauses = 0
         self._request_timeout_s = request_timeout_s
         self._control_timeout_s = control_timeout_s
         # A pool for calls with several attempts, and a connection each for others.
@@ -85,7 +88,7 @@ class EngineClient:
         self._check_request(token_ids, sampling)
         # Of one width: the server may abort every request whose id begins with the given one.
         request_ids = [f"{uuid.uuid4().hex}-{index:06d}" for index in range(num_samples)]
-        prompt = token_ids.tolist()
+        prompt, pauses_before = token_ids.tolist(), self._num_retracting_pauses
         parameters = [sampling.request(index) for index in range(num_samples)]
         asked = [{"rid": rid, "input_ids": prompt, "sampling_params": each} for rid, each in zip(request_ids, parameters, strict=True)]
         try:
@@ -96,6 +99,11 @@ class EngineClient:
             with contextlib.suppress(EngineError, DeadlineError):
                 await asyncio.shield(aborting)
             raise
+        for meta in (answer["meta_info"] for answer in answers):
+            # Numbers for metrics alone: an engine need not give them. Each such pause retracts a request, too.
+            retractions = meta.get("num_retractions", 0) - (self._num_retracting_pauses - pauses_before)
+            self.served.update(answers=1, prompt_tokens=len(prompt), cached_tokens=meta.get("cached_tokens", 0))
+            self.served["retractions"] += max(0, retractions)
         return tuple(read_generation(answer, prompt_length=len(prompt), mixture=self.address.mixture) for answer in answers)
 
     async def _ask(self, asked: Sequence[_Asked]) -> list[Any]:
@@ -158,12 +166,24 @@ class EngineClient:
 
     # Running requests and memory
 
+    async def load(self) -> EngineLoad | None:
+        """Return the present load; None from an engine that does not tell it."""
+        try:
+            return read_load(await self._call("GET", "/v1/loads?include=core", timeout_s=ENGINE_LOAD_S))
+        except (EngineError, DeadlineError):
+            return None
+
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Abort requests, which answer with their tokens so far; unknown ones are ignored."""
         await asyncio.gather(*(self._control("/abort_request", {"rid": each}, timeout_s=ENGINE_ABORT_S) for each in request_ids))
 
+    async def abort_all(self) -> None:
+        """Abort every request, as `abort`."""
+        await self._control("/abort_request", {"abort_all": True}, timeout_s=ENGINE_ABORT_S)
+
     async def pause(self, mode: Literal["abort", "retract", "in_place"]) -> None:
         """Stop generating: end requests, recompute them after `resume`, or keep their cache."""
+        self._num_retracting_pauses += mode == "retract"
         await self._control("/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:

@@ -1,6 +1,7 @@
 """Membership and slots of a run's engines: bounded, balanced, ordered, and revoked on failure."""
 
 import asyncio
+import contextlib
 import heapq
 import itertools
 from collections import Counter
@@ -12,10 +13,11 @@ from typing import TypeVar
 
 from megatron_rl.engines.client import EngineClient
 from megatron_rl.engines.engine import EngineAddress
-from megatron_rl.errors import EngineError
+from megatron_rl.errors import DeadlineError, EngineError
 from megatron_rl.system.deadlines import DEATH_S
 
 AFFINITY_WAIT_S = 1.0  # wait for a slot on the preferred engine: about the time to compute a prefix of 10,000 tokens
+ABORT_INTERVAL_S = 0.05  # between aborts of requests that may still have been on their way to the engine
 
 Result = TypeVar("Result")
 
@@ -49,18 +51,20 @@ class _Waiter:
 
 
 class EnginePool:
-    """The slots of all engines. Each generated sample takes one; an engine has `max_requests`.
+    """The slots of all engines. Each generated sample takes one; an engine has `max_requests`, or its `limit`.
 
     A request takes the slots of all its samples together, from the least busy usable engine; an
     idle engine also gives more than `max_requests`. A usable engine is a member that serves the
     current weights (an initial or admitted one) and has not failed since the last `readmit`. A
     request waits while no engine was ever admitted, and raises the reason once the last usable
-    engine has failed or left. Lives on one event loop.
+    engine has failed or left. While the pool `is_interrupted`, only evaluation gets slots. Lives on
+    one event loop.
     """
 
     def __init__(self, clients: Sequence[EngineClient] = (), *, max_requests: int) -> None:
         self.membership = Membership(epoch=0, members=tuple(clients))
         self._max_requests = max_requests
+        self._limits: dict[EngineClient, int] = {}
         self._admitted = set(clients)
         self._retired: set[EngineClient] = set()
         self._usable = list(clients)
@@ -69,6 +73,7 @@ class EnginePool:
         self._waiting: list[_Waiter] = []
         self._arrivals = itertools.count()
         self._failure: Exception | None = None
+        self.is_interrupted = False
         self._address = clients[0].address if clients else None
 
     # Membership
@@ -145,8 +150,9 @@ class EnginePool:
         self._update()
 
     def readmit(self) -> None:
-        """Make every failed engine usable again: one slow request says little about the next."""
+        """Make every failed engine usable again, because one slow request says little about the next, and end an interruption."""
         self._retired.clear()
+        self.is_interrupted = False
         self._update()
 
     def _set_members(self, members: tuple[EngineClient, ...]) -> None:
@@ -157,12 +163,39 @@ class EnginePool:
         self._usable = [client for client in self.membership.members if client in self._admitted and client not in self._retired]
         self._fill()
 
+    async def interrupt(self) -> None:
+        """Abort all requests, which answer with their tokens so far, and give no slots until `readmit`."""
+        self.is_interrupted = True
+        while self.num_running:
+            # The deadline of a request on an engine that does not answer ends the wait.
+            with contextlib.suppress(EngineError, DeadlineError):
+                await asyncio.gather(*(client.abort_all() for client, count in self._running.items() if count))
+            await asyncio.sleep(ABORT_INTERVAL_S)
+
     # Slots
 
     @property
     def num_running(self) -> int:
         """Number of taken slots, on all engines."""
         return self._running.total()
+
+    @property
+    def has_waiting(self) -> bool:
+        """Return True when a request waits for a slot."""
+        return any(not waiter.slot.done() for waiter in self._waiting)
+
+    def running(self, client: EngineClient) -> int:
+        """Return the number of taken slots of an engine."""
+        return self._running[client]
+
+    def limit(self, client: EngineClient) -> int:
+        """Return the number of slots of an engine."""
+        return self._limits.get(client, self._max_requests)
+
+    def set_limit(self, client: EngineClient, limit: int) -> None:
+        """Give an engine `limit` slots; taken ones beyond are not revoked."""
+        self._limits[client] = limit
+        self._fill()
 
     @asynccontextmanager
     async def slots(
@@ -224,6 +257,9 @@ class EnginePool:
             if failure is not None:
                 waiter.slot.set_exception(failure)
                 continue
+            if self.is_interrupted and waiter.urgency is not Urgency.EVALUATION:
+                patient.append(waiter)
+                continue
             wanted = [waiter.preferred] if waiter.preferred in self._usable else candidates
             free = [client for client in wanted if client in candidates and self._has_room(client, waiter.num_slots)]
             if free:
@@ -238,4 +274,4 @@ class EnginePool:
             heapq.heappush(self._waiting, waiter)
 
     def _has_room(self, client: EngineClient, count: int) -> bool:
-        return not self._running[client] or self._running[client] + count <= self._max_requests
+        return not self._running[client] or self._running[client] + count <= self.limit(client)

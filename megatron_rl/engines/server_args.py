@@ -24,7 +24,7 @@ OWNED = {
     "dtype": "model.dtype sets it",
     "random_seed": "run.seed sets it",
     "weight_version": "every weight sync sets it",
-    "skip_tokenizer_init": "it follows from rollout.sampling.stop",
+    "skip_tokenizer_init": "it follows from rollout.sampling.stop and rollout.agent",
     "use_ray": "each engine is placed by this program",
     "grpc_mode": "engines are spoken to by HTTP",
     "smg_grpc_mode": "engines are spoken to by HTTP",

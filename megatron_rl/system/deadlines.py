@@ -54,6 +54,8 @@ IMPORT_S = 180.0
 # Calls in a run without work of a model behind.
 ENGINE_CONTROL_S = 60.0
 """A call that controls an engine."""
+ENGINE_LOAD_S = 5.0
+"""The question of an engine's load, which goes unanswered without harm."""
 ENGINE_ABORT_S = 5.0
 """Abort of a request without a waiting caller."""
 RANK_ANSWER_S = 60.0

@@ -106,6 +106,23 @@ def test_an_engine_that_joined_gets_requests_once_it_is_admitted() -> None:
     run(test, num_engines=1)
 
 
+def test_an_engine_may_have_a_limit_of_its_own() -> None:
+    async def test(requests: Requests, clients: list[EngineClient]) -> None:
+        for name in "abcd":
+            await requests.start(name)
+        assert set(requests.got) == {"a", "b"} and requests.pool.has_waiting
+        requests.pool.set_limit(clients[0], 3)
+        await settle()
+        assert set(requests.got) == {"a", "b", "c"} and requests.pool.running(clients[0]) == 3
+        requests.pool.set_limit(clients[0], 1)
+        await requests.end("a", "b")
+        assert "d" not in requests.got
+        await requests.end("c")
+        assert "d" in requests.got and not requests.pool.has_waiting
+
+    run(test, num_engines=1)
+
+
 def test_requests_wait_in_an_empty_pool_for_the_first_engine() -> None:
     async def test(requests: Requests, clients: list[EngineClient]) -> None:
         (first,) = make_clients(1)
