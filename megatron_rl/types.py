@@ -24,7 +24,7 @@ Bools = NDArray[np.bool_]
 Message = Mapping[str, Any]
 """A message of a chat, in OpenAI's form: role, content, and the assistant's tool_calls."""
 Experts = NDArray[np.uint8] | NDArray[np.uint16]
-"""Numbers of experts [tokens, L mixture layers, K experts of a token], of the smallest type."""
+"""Chosen experts' indices [tokens, L mixture layers, K experts of a token], of the smallest type."""
 _TOKEN_FIELDS: dict[str, type[np.generic]] = {"tokens": np.int64, "loss_mask": np.bool_, "weight_versions": np.int64}
 """Fields [T] of a TrainBatch, with their types."""
 _OPTIONAL_FLOATS = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "values", "advantages")
@@ -98,10 +98,10 @@ class Prompt:
 class Sample:
     """One response to a prompt, with all known values of each token.
 
-    Samples of a group with one `trajectory` are parts of one attempt at the problem: turns of
-    several agents or parts before and after a history cut. All parts carry the same reward; the
-    highest `index` is the last. None: an attempt of this sample alone. `prompt` is the engine's
-    input: the group's prompt, or one with other tokens and text.
+    Samples of a group with the same `trajectory` are parts of one: turns of several agents, or
+    parts before and after a cut of the history. All carry its reward; the highest `index` is the
+    last. A sample with None is a trajectory by itself. `prompt` is the engine's input: the group's
+    prompt, or one with other tokens and text.
 
     Arrays have length R: `loss_mask`, True where the policy chose the token and trains on it;
     `rollout_log_probs`, nats, of the sampling distribution; `weight_versions` of the weights behind
@@ -188,8 +188,9 @@ def last_samples(samples: Iterable[Sample]) -> tuple[Sample, ...]:
 class Failure:
     """A trajectory without a result after all attempts of its rollout.
 
-    `cause` is error, timeout, contract, environment or context; `headline` one line, equal for
-    failures of one kind and any prompt; `trace` a traceback, where there is one.
+    `cause` is error, timeout, contract, environment or context, of agents also agent, budget,
+    template or no_request; `headline` one line, equal for failures of one kind and any prompt;
+    `trace` a traceback, where there is one.
     """
 
     cause: str
@@ -218,10 +219,11 @@ class TrainBatch:
 
     `cu_seqlens` [B + 1] are the offsets of the sequences in the arrays of length T. `loss_mask` [T]
     is False on prompts. `rollout_log_probs` [T], nats, and `weight_versions` [T] hold 0 and -1 at
-    tokens not made by an engine; log-probs None: not known. `rewards` [B], NaN: none. `group_ids`
-    [B] are equal for samples of a prompt. `truncated` [B]. `reward_components` [B, K] are parts of
-    composite rewards, named by `component_names` [K], NaN where a part is missing. `routed_experts`
-    [T, L, K] are the experts chosen by engines, known where `routed` [T] is True.
+    tokens not made by an engine; log-probs None: not known. `rewards` [B] are NaN without a score.
+    `group_ids` [B] are equal for samples of a prompt. `truncated` [B] is True where the token budget
+    ended the response. `reward_components` [B, K], named by `component_names` [K], are NaN where a
+    part is missing. `routed_experts` [T, L, K] are the engines', known where `routed` [T] is True.
+    `version` is that of the weights before the step on this batch.
 
     `trajectory_ids` [B] are equal for the sequences of one trajectory, which have one group and one
     reward; by default each sequence is a trajectory. Baselines and means count a trajectory once,
@@ -251,6 +253,7 @@ class TrainBatch:
     values: Floats | None = None
     advantages: Floats | None = None
     trajectory_ids: Ints = field(default_factory=lambda: np.empty(0, np.int64))
+    version: int = 0
 
     def __post_init__(self) -> None:
         if not len(self.trajectory_ids):

@@ -32,7 +32,7 @@ def loss_of(model: PreTrainedModel, ids: torch.Tensor, lengths: torch.Tensor, re
         old_log_probs=old.flatten(),
         advantages=advantages.float().repeat_interleave(mask.shape[1]),
     )
-    counts = {"num_tokens": int(mask.sum()), "num_sequences": int((tokens > 0).sum())}
+    counts = {"num_tokens": int(mask.sum()), "num_trajectories": int((tokens > 0).sum())}
     return compute_loss(OBJECTIVE, inputs, **counts).loss
 
 

@@ -207,19 +207,11 @@ def group_advantages(
 
 def whiten_samples(values: Tensor, weights: Tensor) -> Tensor:
     """Return `values` [B] with mean 0 and unbiased variance 1, each counted `weights` [B] times; 0 if equal to rounding."""
-    count = weights.double()
-    used = count > 0
-    if not bool(used.any()) or bool((values[used] == values[used][0]).all()):
-        return torch.zeros_like(values)
-    total = count.sum()
-    above = values - values[used][0]
-    mean_above = (count * above).sum() / total
-    centred = above - mean_above
-    unit = centred[used].abs().amax()
-    variance = (count * (centred / unit).square()).sum() / (total - 1).clamp(min=1)
-    if bool(unit * variance.sqrt() <= CONSTANT_TOLERANCE * (values[used][0] + mean_above).abs()):
-        return torch.zeros_like(values)
-    return torch.where(used, centred / unit / variance.sqrt(), 0.0)
+    counts = weights.long()
+    repeated = values.repeat_interleave(counts)
+    whitened = torch.zeros_like(values)
+    whitened[counts > 0] = whiten(repeated, mask=torch.ones_like(repeated, dtype=torch.bool))[(counts.cumsum(0) - counts)[counts > 0]]
+    return whitened
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -99,6 +99,8 @@ class LossInputs:
     all context-parallel ranks. In nats: `log_probs` (with gradient), `entropy`, `varentropy` of the
     current policy; `old_log_probs` of the proximal one, before the step's first update;
     `rollout_log_probs` of the generating one; `ref_log_probs` of the reference or teacher.
+    `current_share`: the current policy's part of the proximal one, whose rest is the generating
+    one's; `old_log_probs` is then unread.
     `kl_mask`: tokens with a KL in the loss, all when None. `token_keys` int64: unique within the
     step (clip_cov). `selection_log_probs`, `selection_entropy`: the inputs of `step_statistics`,
     where not from the current pass. `trajectory_ids` [S] int64 name each sequence's trajectory in
@@ -114,6 +116,7 @@ class LossInputs:
     varentropy: Tensor | None = None
     old_log_probs: Tensor | None = None
     rollout_log_probs: Tensor | None = None
+    current_share: Tensor | None = None
     ref_log_probs: Tensor | None = None
     advantages: Tensor | None = None
     kl_mask: Tensor | None = None
@@ -153,21 +156,21 @@ def token_weights(
     *,
     aggregation: Aggregation,
     num_tokens: int,
-    num_sequences: int,
+    num_trajectories: int,
     max_response_length: int | None,
     dtype: torch.dtype,
 ) -> Tensor:
     """Return the weights [T] of per-token losses, 0 where the mask is False, and everywhere in a
     step without a trainable token.
 
-    N = `num_tokens` and B = `num_sequences` count the trainable tokens, and the sequences with at
-    least one, of the whole step: token_mean 1/N; sequence_mean_token_mean 1/(B n_i);
-    sequence_mean_token_sum 1/B; sequence_mean_token_sum_norm 1/(B L); token_sum 1. All sequences of
-    a trajectory count as one, of n_i tokens. Raises ValueError when L = `max_response_length` is
-    needed and missing.
+    N = `num_tokens` counts the trainable tokens of the whole step, and B = `num_trajectories` the
+    trajectories with at least one. token_mean is 1/N; sequence_mean_token_mean 1/(B n_i), with n_i
+    tokens of all sequences of the trajectory; sequence_mean_token_sum 1/B;
+    sequence_mean_token_sum_norm 1/(B L); token_sum 1. Raises ValueError for a needed
+    L = `max_response_length` of None.
     """
     tokens = max(num_tokens, 1)
-    rows = max(num_sequences, 1)
+    rows = max(num_trajectories, 1)
     if aggregation == "sequence_mean_token_mean":
         per_sequence = 1.0 / (rows * sequences.mean_divisor.to(dtype))
         return sequences.expand(per_sequence).masked_fill(sequences.excluded, 0.0)

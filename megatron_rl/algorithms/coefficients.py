@@ -88,14 +88,14 @@ class ControlState:
         moved = dataclasses.replace(objective, policy_loss=dataclasses.replace(loss, high=loss.high + value))
         return moved, Coefficients(objective.entropy.coef, kl_loss)
 
-    def updated(self, objective: Objective, *, entropy: float | None, kl: float | None, num_sequences: int) -> "ControlState":
-        """Return the state after a step; `entropy` and `kl` are means per token, nats, `kl` over
-        sequences; None if not measured.
+    def updated(self, objective: Objective, *, entropy: float | None, kl: float | None, num_trajectories: int) -> "ControlState":
+        """Return the state after a step; None if not measured. `entropy` is the mean of tokens, `kl` of
+        `num_trajectories` means over tokens, nats.
         """
         state, kl_coef, term = self.entropy, self.kl_coef, objective.kl or objective.kl_reward
         control = None if objective.entropy is None else objective.entropy.control
         if control is not None and state is not None and entropy is not None:
             state = state.updated(control, entropy)
         if term is not None and term.control is not None and kl is not None:
-            kl_coef = updated_kl_coef(kl_coef, kl=kl, num_sequences=num_sequences, control=term.control)
+            kl_coef = updated_kl_coef(kl_coef, kl=kl, num_trajectories=num_trajectories, control=term.control)
         return ControlState(kl_coef, state)

@@ -23,6 +23,37 @@ _DEFAULT_CHUNK_LOGITS = 2**24
 _ROW_STEP = 1024
 
 
+def token_statistics(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float,
+    vocab_size: int,
+    vocab_start: int = 0,
+    group: dist.ProcessGroup | None = None,
+    with_entropy: bool = True,
+) -> TokenStatistics:
+    """Return statistics of the policy softmax(logits / temperature) at `targets` [T], global token ids.
+
+    Results are float32 (float64 for float64 logits). `logits` [T, V] are the columns `vocab_start
+    ... vocab_start + V`; those at or beyond `vocab_size` are padding, with any content. A logit may
+    be -inf. With `group`, the columns of all ranks make up the vocabulary: each rank gets the whole
+    result and the gradient of its columns. Entropy H = -sum p ln p, varentropy = sum p (ln p +
+    H)^2. Raises ValueError when shapes disagree, the temperature is not positive or a target is
+    outside the vocabulary.
+
+    Example: `token_statistics(logits[:-1], ids[1:], temperature=1.0, vocab_size=n).log_prob` of one
+    sequence `ids`.
+    """
+    if logits.ndim != 2 or targets.shape != logits.shape[:1]:
+        raise ValueError(f"token_statistics got logits {tuple(logits.shape)} and targets {tuple(targets.shape)}, needs [T, V] and [T]")
+    if targets.numel() and not (int(targets.min()) >= 0 and int(targets.max()) < vocab_size):
+        raise ValueError(f"token_statistics got targets in [{int(targets.min())}, {int(targets.max())}], needs them in [0, {vocab_size})")
+    shard = Shard.of(num_columns=logits.shape[1], temperature=temperature, vocab_size=vocab_size, vocab_start=vocab_start)
+    log_prob, entropy, varentropy = _Statistics.apply(logits, None, targets, shard, group, with_entropy, None, TORCH_ROWS)
+    return TokenStatistics(log_prob, entropy if with_entropy else None, varentropy if with_entropy else None)
+
+
 def head_statistics(
     hidden: Tensor,
     weight: Tensor,
@@ -52,7 +83,7 @@ def head_statistics(
         shapes = [tuple(tensor.shape) for tensor in (hidden, weight, targets)]
         raise ValueError(f"head_statistics got hidden, weight and targets of shapes {shapes}, needs [N, H], [V, H] and [N]")
     shard = Shard.of(num_columns=len(weight), temperature=temperature, vocab_size=vocab_size, vocab_start=vocab_start)
-    log_prob, entropy, varentropy = _HeadStatistics.apply(hidden, weight, targets, shard, group, with_entropy, gradient_buffer, rows)
+    log_prob, entropy, varentropy = _Statistics.apply(hidden, weight, targets, shard, group, with_entropy, gradient_buffer, rows)
     return TokenStatistics(log_prob, entropy if with_entropy else None, varentropy if with_entropy else None)
 
 
@@ -62,14 +93,17 @@ def _chunks(num_rows: int, num_columns: int, device: torch.device) -> list[slice
     return [slice(start, min(start + rows, num_rows)) for start in range(0, num_rows, rows)]
 
 
-class _HeadStatistics(torch.autograd.Function):
-    """One node of the graph for all chunks, so a hook on the weight's gradient runs once, when complete."""
+class _Statistics(torch.autograd.Function):
+    """One node of the graph for all chunks, so a hook on the weight's gradient runs once, when complete.
+
+    Without a weight the hidden states are the logits, in one chunk that stays as it is.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         hidden: Tensor,
-        weight: Tensor,
+        weight: Tensor | None,
         targets: Tensor,
         shard: Shard,
         group: dist.ProcessGroup | None,
@@ -77,10 +111,14 @@ class _HeadStatistics(torch.autograd.Function):
         gradient_buffer: Tensor | None,
         rows: RowMaths,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        slices = _chunks(len(hidden), len(weight), hidden.device) or [slice(0, 0)]
-        # No name holds a chunk's logits while the next chunk's are made.
-        parts = [rows.partials(hidden[part] @ weight.t(), targets[part], shard=shard, with_entropy=with_entropy) for part in slices]
-        log_prob, saved = gather_partials(torch.cat(parts), group)
+        if weight is None:
+            partials = rows.partials(hidden, targets, shard=shard, with_entropy=with_entropy)
+        else:
+            slices = _chunks(len(hidden), len(weight), hidden.device) or [slice(0, 0)]
+            # No name holds a chunk's logits while the next chunk's are made.
+            parts = [rows.partials(hidden[part] @ weight.t(), targets[part], shard=shard, with_entropy=with_entropy) for part in slices]
+            partials = torch.cat(parts)
+        log_prob, saved = gather_partials(partials, group)
         _, _, entropy, varentropy, *_ = saved
         ctx.save_for_backward(hidden, weight, targets, *saved)
         ctx.shard, ctx.gradient_buffer, ctx.rows = shard, gradient_buffer, rows
@@ -93,6 +131,8 @@ class _HeadStatistics(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         hidden, weight, targets, *saved = ctx.saved_tensors
+        if weight is None:
+            return ctx.rows.gradient(hidden, targets, ctx.shard, saved, gradients), *[None] * 7
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         hidden_gradient = torch.empty_like(hidden) if wants_hidden else None
         weight_sum = _WeightSum(weight, ctx.gradient_buffer) if wants_weight else None

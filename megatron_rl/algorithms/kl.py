@@ -20,7 +20,7 @@ _LOW_VARIANCE_LIMIT = 10.0
 class KLControl(Choice):
     """Adaptive KL coefficient (Ziegler et al. 2019, section 2.2), starting from the term's own."""
 
-    target: float = doc("KL to hold: mean over sequences of the mean per token, in nats.", 6.0, gt=0)
+    target: float = doc("KL to hold: mean over trajectories of the mean per token, in nats.", 6.0, gt=0)
     horizon: float = doc("Sequences over which a full correction acts.", 10000.0, gt=0)
 
 
@@ -74,7 +74,7 @@ def kl_metrics(log_probs: Tensor, reference: Tensor, sequences: Sequences, *, st
     return metrics
 
 
-def updated_kl_coef(coef: float, *, kl: float, num_sequences: int, control: KLControl) -> float:
-    """Return coef x (1 + clip(kl / target - 1, -0.2, 0.2) x sequences / horizon) (Ziegler et al., arXiv 1909.08593, 2.2)."""
+def updated_kl_coef(coef: float, *, kl: float, num_trajectories: int, control: KLControl) -> float:
+    """Return coef x (1 + clip(kl / target - 1, -0.2, 0.2) x trajectories / horizon) (arXiv 1909.08593, 2.2)."""
     error = min(max(kl / control.target - 1.0, -0.2), 0.2)
-    return coef * (1.0 + error * num_sequences / control.horizon)
+    return coef * (1.0 + error * num_trajectories / control.horizon)

@@ -8,12 +8,10 @@ Legend: T tokens, V vocabulary columns of this rank, R ranks of the vocabulary-p
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 # exp() of this is exactly 0 in float32 and float64, so that p s is 0 and not NaN where a logit is -inf.
 _FLOOR = -1e4
@@ -49,61 +47,6 @@ class Shard:
                 f"token_statistics got temperature {temperature}, needs a positive one; greedy sampling has no entropy to train on"
             )
         return cls(temperature, vocab_start, max(0, min(num_columns, vocab_size - vocab_start)))
-
-
-def token_statistics(
-    logits: Tensor,
-    targets: Tensor,
-    *,
-    temperature: float,
-    vocab_size: int,
-    vocab_start: int = 0,
-    group: dist.ProcessGroup | None = None,
-    with_entropy: bool = True,
-) -> TokenStatistics:
-    """Return statistics of the policy softmax(logits / temperature) at `targets` [T], global token ids.
-
-    Results are float32 (float64 for float64 logits). `logits` [T, V] are the columns `vocab_start
-    ... vocab_start + V`; those at or beyond `vocab_size` are padding, with any content. A logit may
-    be -inf. With `group`, the columns of all ranks make up the vocabulary: each rank gets the whole
-    result and the gradient of its columns. Entropy H = -sum p ln p, varentropy = sum p (ln p +
-    H)^2. Raises ValueError when shapes disagree, the temperature is not positive or a target is
-    outside the vocabulary.
-
-    Example: `token_statistics(logits[:-1], ids[1:], temperature=1.0, vocab_size=n).log_prob` of one
-    sequence `ids`.
-    """
-    if logits.ndim != 2 or targets.shape != logits.shape[:1]:
-        raise ValueError(f"token_statistics got logits {tuple(logits.shape)} and targets {tuple(targets.shape)}, needs [T, V] and [T]")
-    if targets.numel() and not (int(targets.min()) >= 0 and int(targets.max()) < vocab_size):
-        raise ValueError(f"token_statistics got targets in [{int(targets.min())}, {int(targets.max())}], needs them in [0, {vocab_size})")
-    shard = Shard.of(num_columns=logits.shape[1], temperature=temperature, vocab_size=vocab_size, vocab_start=vocab_start)
-    log_prob, entropy, varentropy = _TokenStatistics.apply(logits, targets, shard, group, with_entropy)
-    return TokenStatistics(log_prob, entropy if with_entropy else None, varentropy if with_entropy else None)
-
-
-class _TokenStatistics(torch.autograd.Function):
-    """Forward: one partial result per row and rank, merged exactly. Backward: the softmax again, rescaled."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, shard: Shard, group: dist.ProcessGroup | None, with_entropy: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        local = local_partials(logits, targets, shard=shard, with_entropy=with_entropy)
-        log_prob, saved = gather_partials(local, group)
-        _, _, entropy, varentropy, *_ = saved
-        ctx.save_for_backward(logits, targets, *saved)
-        ctx.shard = shard
-        ctx.set_materialize_grads(False)
-        if not with_entropy:
-            ctx.mark_non_differentiable(entropy, varentropy)
-        return log_prob, entropy, varentropy
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        logits, targets, *saved = ctx.saved_tensors
-        return logit_gradient(logits, targets, ctx.shard, saved, gradients), None, None, None, None
 
 
 def _chunks(logits: Tensor, columns: int) -> tuple[list[slice], Tensor]:

@@ -36,14 +36,14 @@ def compute_loss(
     inputs: LossInputs,
     *,
     num_tokens: int,
-    num_sequences: int,
+    num_trajectories: int,
     coefficients: Coefficients | None = None,
     sequence_sum: SequenceSum = identity,
     statistics: StepStatistics | None = None,
 ) -> LossOutput:
     """Return this rank's share of policy loss + KL coefficient x KL - entropy coefficient x entropy.
 
-    `num_tokens` and `num_sequences` count trainable tokens, and trajectories with at least one, in
+    `num_tokens` and `num_trajectories` count trainable tokens, and trajectories with at least one, in
     the whole optimizer step: none give loss 0 and metric `empty_step`. `sequence_sum` adds over cp
     ranks, each with equally many calls. Raises ValueError for missing tensors or `statistics` of
     the step, and without `coefficients` that a controller moves.
@@ -55,7 +55,7 @@ def compute_loss(
     terms = objective.policy_loss.terms(inputs, sequences)
     weigh = partial(
         token_weights, aggregation=objective.aggregation, max_response_length=objective.max_response_length,
-        num_tokens=num_tokens, num_sequences=num_sequences,
+        num_tokens=num_tokens, num_trajectories=num_trajectories,
     )  # fmt: skip
     top = top_entropy_mask(statistics.entropy_threshold, inputs, sequences)
     policy, metrics = _policy_term(objective, inputs, terms, weigh, statistics, top)
@@ -129,7 +129,7 @@ def _weights_of_kept(
     ids, kept_tokens = inputs.trajectory_ids, statistics.kept_tokens
     of_trajectory = None if ids is None or kept_tokens is None else kept_tokens.of(ids)
     kept = Sequences(sequences.index, correction.kept, left, sequences.sequence_sum, of_trajectory)
-    return weigh(kept, dtype=dtype, num_tokens=statistics.policy_tokens, num_sequences=statistics.policy_trajectories)
+    return weigh(kept, dtype=dtype, num_tokens=statistics.policy_tokens, num_trajectories=statistics.policy_trajectories)
 
 
 def _ratio_metrics(inputs: LossInputs, terms: PolicyTerms) -> Metrics:

@@ -40,6 +40,11 @@ class Objective(Choice):
     )
     advantage: Advantages = doc("How rewards become advantages, or your own as kind plug_in; gae needs a critic.", GroupAdvantage())
     off_policy: OffPolicy | None = doc("Correction of the generator's mismatch; none when not set.", None)
+    proximal: Literal["recomputed", "interpolated", "rollout"] = doc(
+        "The policy pi_old of ratios and clips: recomputed before the step; rollout, the one that generated; or interpolated between the "
+        "rollout's and the current one by the age of each token, decoupled PPO without a pass of its own (A-3PO).",
+        "recomputed",
+    )
     kl: KLLoss | None = doc("KL to the reference in the loss; none when not set.", None)
     kl_reward: KLReward | None = doc("KL to the reference in the token rewards; none when not set.", None)
     entropy: Entropy | None = doc("Entropy bonus and control; none when not set.", None)
@@ -72,6 +77,8 @@ class Objective(Choice):
                 "reinforce_plus_plus_baseline; use kl instead"
             )
         self._check_unread()
+        if self.proximal != "recomputed":
+            self._check_proximal()
         if self.adapts_clip_high and (not isinstance(loss, Clip) or loss.high is None):
             raise ValueError("Objective.entropy.control moves the upper clip, needs policy_loss 'clip' with a high")
         if self.zero_variance == "mask_kl" and self.kl is None and self.kl_reward is None:
@@ -104,6 +111,23 @@ class Objective(Choice):
                 f"Objective.{name} has no effect with policy_loss {loss.kind!r}, whose signal does not come from rewards; remove it (or "
                 "the preset that brings it), or choose another policy_loss"
             )
+
+    def _check_proximal(self) -> None:
+        """Refuse a proximal policy without a reader, and readers of the recomputed one."""
+        got, correction = f"Objective.proximal is {self.proximal!r} with", self.off_policy
+        weighs = correction is not None and correction.mode != "none"
+        if not self.policy_loss.bounds_ratio:
+            raise ValueError(
+                f"{got} policy_loss {self.policy_loss.kind!r} without a bound of the ratio to it, needs one; set the loss's bounds, choose "
+                "a loss that has them, such as clip, or remove proximal"
+            )
+        if self.proximal == "interpolated" and not weighs:
+            raise ValueError(f"{got}out the weights of decoupled PPO; set off_policy, such as {{mode: truncate, high: 5.0}}")
+        if self.proximal == "rollout" and correction is not None and (weighs or correction.veto is not None):
+            raise ValueError(f"{got} off_policy, whose ratio pi_old / pi_rollout is then 1 throughout; remove one of them")
+        for name, reads in (("kl_reward", self.kl_reward is not None), ("distillation_coef", self.distillation_coef != 0)):
+            if reads:
+                raise ValueError(f"{got} {name}, which reads the recomputed policy; remove {name}, or proximal")
 
     def _check_dropping(self) -> None:
         """Refuse to drop groups of equal rewards where equal rewards have a signal."""
@@ -138,6 +162,11 @@ class Objective(Choice):
     def trains_by_rewards(self) -> bool:
         """Return False for supervised training, without rewards, ratios and rollout log-probs."""
         return self.policy_loss.trains_by_rewards
+
+    @property
+    def corrects_staleness(self) -> bool:
+        """Return True when samples of older weights are weighed, or kept near the rollout's own log-probs."""
+        return self.off_policy is not None or self.proximal == "rollout"
 
     @property
     def adapts_clip_high(self) -> bool:

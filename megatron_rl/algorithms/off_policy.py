@@ -106,6 +106,19 @@ class OffPolicy(Choice):
         return sequences.sum(log_weight) if self.level == "token" else sequences.mean(log_weight)
 
 
+def current_share(weight_versions: Tensor, *, version: int, interpolates: bool) -> Tensor:
+    """Return the share [T] of the current policy in log pi_old; the rest is that of log pi_rollout.
+
+    A-3PO (arXiv 2512.06547; AReaL, docs/algorithms/prox_approx.md): log pi_prox = log pi_rollout +
+    a (log pi - log pi_rollout), a = (v_prox - v_rollout) / (v - v_rollout), v_prox = v - 1, and a = 0
+    at v_rollout = v. Here v is `version`, of the weights before the step. Without `interpolates` a
+    is 0: the proximal policy is the rollout's. A token not made by an engine has a = 1.
+    """
+    age = (version - weight_versions).double()
+    share = torch.where(age > 1, (age - 1) / age.clamp(min=1), 0.0) if interpolates else torch.zeros_like(age)
+    return torch.where(weight_versions < 0, 1.0, share)
+
+
 def importance_ratio(sequences: Sequences, old_log_probs: Tensor, rollout_log_probs: Tensor, level: str) -> Tensor:
     """Return pi_old / pi_rollout [T] per token, as product or geometric mean over the sequence, log-ratios cut to +-20."""
     log_ratio = old_log_probs - rollout_log_probs

@@ -61,6 +61,7 @@ class PlugInLoss(RatioLoss):
     """Your own loss, a function (objective=.., terms=..) -> PolicyLossTerms, which may also read the reference."""
 
     needs_reference: ClassVar[bool] = True
+    bounded_by: ClassVar[tuple[str, ...] | None] = ()  # a function cannot be asked; its author is believed
 
     kind: Literal["plug_in"] = "plug_in"
     path: str = doc("Your own policy loss, package.module:function.")

@@ -51,9 +51,10 @@ class PolicyLossTerms:
 class PolicyLoss(Choice):
     """The form of every policy loss: fields are arguments, `losses` the maths, flags the needs.
 
-    `reads_advantages` and `trains_by_rewards` (also ratios) are False where the loss depends on
-    neither. `weighs_off_policy`: the off-policy weight is inside. `needs_statistics`: of the whole
-    step.
+    `bounded_by`: fields with the bounds that keep the policy near the proximal one, none where the
+    formula does so; None for a loss without a bound. `reads_advantages` and `trains_by_rewards` (also
+    ratios) are False where the loss depends on neither. `weighs_off_policy`: the off-policy weight is
+    inside. `needs_statistics`: of the whole step.
     """
 
     trains_by_rewards: ClassVar[bool] = True
@@ -61,8 +62,14 @@ class PolicyLoss(Choice):
     needs_reference: ClassVar[bool] = False
     needs_statistics: ClassVar[bool] = False
     weighs_off_policy: ClassVar[bool] = False
+    bounded_by: ClassVar[tuple[str, ...] | None] = None
 
     kind: str
+
+    @property
+    def bounds_ratio(self) -> bool:
+        """Return True for a trust region around the proximal policy: all bounds of the ratio are set."""
+        return self.bounded_by is not None and all(getattr(self, name) is not None for name in self.bounded_by)
 
     def losses(self, terms: PolicyTerms, statistics: Any = None) -> PolicyLossTerms:
         """Return the losses [T]; `statistics` of the whole step where needed."""
@@ -83,9 +90,13 @@ class PolicyLoss(Choice):
             zero = torch.zeros_like(log_probs).detach()
             current = log_probs.detach()
             return PolicyTerms(log_probs=log_probs, old_log_probs=current, log_ratio=zero, advantages=zero, sequences=sequences)
-        old_log_probs = inputs.present("old_log_probs", sequences).detach()
         advantages = inputs.present("advantages", sequences).detach()
-        seen = log_probs if inputs.selection_log_probs is None else sequences.masked(inputs.selection_log_probs)
+        seen = (log_probs if inputs.selection_log_probs is None else sequences.masked(inputs.selection_log_probs)).detach()
+        if inputs.current_share is None:
+            old_log_probs = inputs.present("old_log_probs", sequences).detach()
+        else:
+            rollout = inputs.present("rollout_log_probs", sequences).detach()
+            old_log_probs = rollout + sequences.masked(inputs.current_share) * (seen - rollout)
         return PolicyTerms(
             log_probs=log_probs,
             old_log_probs=old_log_probs,
@@ -93,7 +104,7 @@ class PolicyLoss(Choice):
             advantages=advantages,
             sequences=sequences,
             ref_log_probs=None if inputs.ref_log_probs is None else sequences.masked(inputs.ref_log_probs).detach(),
-            seen=seen.detach(),
+            seen=seen,
             token_keys=inputs.token_keys,
         )
 
@@ -125,6 +136,8 @@ def _beyond(distance: Tensor, limit: float | None) -> Tensor:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClippedLoss(RatioLoss):
     """A loss with the ratio clipped to [1 - low, 1 + high]."""
+
+    bounded_by: ClassVar[tuple[str, ...] | None] = ("low", "high")
 
     low: float | None = _clip_distance("Lower")
     high: float | None = _clip_distance("Upper")
@@ -182,6 +195,8 @@ class Clip(CappedClip):
 class Cispo(ClippedLoss):
     """-sg(clip(r)) A log pi: clipped tokens keep their gradient (MiniMax-M1, arXiv 2506.13585, 3.1, with a cap at 5)."""
 
+    bounded_by: ClassVar[tuple[str, ...] | None] = ("high",)  # the ratio is a weight, as of truncated importance sampling
+
     kind: Literal["cispo"] = "cispo"
     low: float | None = _clip_distance("Lower", None)
     high: float | None = _clip_distance("Upper", 4.0)
@@ -195,6 +210,8 @@ class Cispo(ClippedLoss):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gmpo(PolicyLoss):
     """-A exp(mean over the sequence of clipped log r); the clip is one-sided by the sign of A, in log space (arXiv 2507.20673)."""
+
+    bounded_by: ClassVar[tuple[str, ...] | None] = ("low", "high")
 
     kind: Literal["gmpo"] = "gmpo"
     low: float | None = doc("Lower clip distance of log r; null clips none there.", 0.4, ge=0)
@@ -217,6 +234,8 @@ class Gmpo(PolicyLoss):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Dppo(RatioLoss):
     """-A sg(min(r, cap)) log pi where pi moved less than the clip distances (divergence PPO, arXiv 2602.04879)."""
+
+    bounded_by: ClassVar[tuple[str, ...] | None] = ("low", "high")
 
     low: float | None = doc("Largest fall of a token: of dppo_tv in probability, of dppo_kl the KL in nats; null for none.", 0.2, ge=0)
     high: float | None = doc("Largest rise of a token: of dppo_tv in probability, of dppo_kl the KL in nats; null for none.", 0.2, ge=0)

@@ -22,6 +22,8 @@ def _choose(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
 class Sapo(RatioLoss):
     """-(4 / tau) sigmoid(tau (r - 1)) A, a soft gate instead of a clip (arXiv 2511.20347)."""
 
+    bounded_by: ClassVar[tuple[str, ...] | None] = ()
+
     kind: Literal["sapo"] = "sapo"
     tau_positive: float = doc("Gate temperature at positive advantages.", 1.0, gt=0)
     tau_negative: float = doc("Gate temperature at other advantages.", 1.05, gt=0)
@@ -39,6 +41,7 @@ class Vespo(PolicyLoss):
     """
 
     weighs_off_policy: ClassVar[bool] = True
+    bounded_by: ClassVar[tuple[str, ...] | None] = ()
 
     kind: Literal["vespo"] = "vespo"
     k_positive: float = doc("Exponent of the sequence weight, advantages >= 0.", 2.0, ge=0)

@@ -17,14 +17,14 @@ class ValueLoss:
     value_clip: float | None = 0.2
 
     def share(
-        self, sequences: Sequences, *, values: Tensor, old_values: Tensor, returns: Tensor, num_tokens: int, num_sequences: int
+        self, sequences: Sequences, *, values: Tensor, old_values: Tensor, returns: Tensor, num_tokens: int, num_trajectories: int
     ) -> tuple[Tensor, Metrics]:
         """Return this rank's share of the loss and metrics, as `compute_loss`; `old_values` and
         `returns` [T] are constants.
         """
         values, old_values, returns = sequences.masked(values), sequences.masked(old_values).detach(), sequences.masked(returns).detach()
         weights = token_weights(
-            sequences, aggregation=self.aggregation, num_tokens=num_tokens, num_sequences=num_sequences,
+            sequences, aggregation=self.aggregation, num_tokens=num_tokens, num_trajectories=num_trajectories,
             max_response_length=self.max_response_length, dtype=values.dtype,
         )  # fmt: skip
         metrics = {"value_mean": sequences.mean_pair(values), "return_mean": sequences.mean_pair(returns)}

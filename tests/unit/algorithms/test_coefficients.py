@@ -9,8 +9,8 @@ from megatron_rl.algorithms.objective import Objective
 from megatron_rl.errors import UserError
 
 
-def after(objective: Objective, *, entropy: float | None = None, kl: float | None = None, num_sequences: int = 1) -> ControlState:
-    return ControlState.first(objective).updated(objective, entropy=entropy, kl=kl, num_sequences=num_sequences)
+def after(objective: Objective, *, entropy: float | None = None, kl: float | None = None, num_trajectories: int = 1) -> ControlState:
+    return ControlState.first(objective).updated(objective, entropy=entropy, kl=kl, num_trajectories=num_trajectories)
 
 
 def plain(state: ControlState) -> dict:
@@ -19,15 +19,15 @@ def plain(state: ControlState) -> dict:
 
 def test_fixed_coefficients_stay() -> None:
     objective = Objective.of(entropy={"coef": 0.01}, kl={"coef": 0.1})
-    made = after(objective, entropy=1.0, kl=9.0, num_sequences=4).of_step(objective)
+    made = after(objective, entropy=1.0, kl=9.0, num_trajectories=4).of_step(objective)
     assert made == (objective, Coefficients(entropy=0.01, kl_loss=0.1)) == (objective, Coefficients.fixed(objective))
 
 
 def test_kl_coefficient_follows_its_target() -> None:
     objective = Objective.of(kl={"coef": 0.1, "control": {"target": 6.0, "horizon": 10000.0}})
-    state = after(objective, kl=3.0, num_sequences=256)
+    state = after(objective, kl=3.0, num_trajectories=256)
     assert state.of_step(objective)[1].kl_loss == pytest.approx(0.099488)
-    assert state.updated(objective, entropy=None, kl=None, num_sequences=256) == state
+    assert state.updated(objective, entropy=None, kl=None, num_trajectories=256) == state
     assert ControlState.restored(objective, plain(state)) == state
 
 
@@ -61,7 +61,7 @@ def test_the_coefficient_of_a_kl_in_rewards_adapts_outside_loss() -> None:
     )
     first = ControlState.first(objective)
     assert (first.kl_reward_coef(objective), first.of_step(objective)[1].kl_loss) == (0.1, 0.0)
-    state = after(objective, kl=1.0, num_sequences=10)
+    state = after(objective, kl=1.0, num_trajectories=10)
     assert state.kl_reward_coef(objective) == pytest.approx(0.1 * (1 + 0.2 * 10 / 100))
     assert state.of_step(objective)[1].kl_loss == 0.0
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from megatron_rl.algorithms import log_prob
-from megatron_rl.algorithms.log_prob import token_statistics
+from megatron_rl.algorithms.head_statistics import token_statistics
 
 
 def reference(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> tuple[torch.Tensor, ...]:

@@ -5,14 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from step_emulation import Step, run_step, trivial_layout
+from step_emulation import Step, random_layouts, run_step, trivial_layout
 from vector_format import neutral_objective
 
 from megatron_rl.algorithms.aggregation import Aggregation, LossInputs
 from megatron_rl.algorithms.coefficients import Coefficients
 from megatron_rl.algorithms.loss import compute_loss
 from megatron_rl.algorithms.objective import Objective
-from megatron_rl.algorithms.off_policy import OffPolicy
+from megatron_rl.algorithms.off_policy import OffPolicy, current_share
 from megatron_rl.errors import UserError
 from megatron_rl.plugins.loader import load
 
@@ -260,6 +260,51 @@ def test_rejected_tokens_leave_the_denominator_only_when_asked(keep_rejected: bo
         assert loss == pytest.approx(-0.5 if keep_rejected else -1.0)
 
 
+def decoupled_loss(step: Step, versions: list[int], *, version: int, interpolates: bool) -> tuple[float, list[float], int]:
+    """Decoupled PPO by a loop in Python: the token mean, its derivatives by the log-probs [T], and the clipped tokens."""
+    total, slopes, clipped, tokens = 0.0, [0.0] * len(versions), 0, {name: each.tolist() for name, each in step.tokens.items()}
+    count = int(step.loss_mask.sum())
+    for t, keep in enumerate(step.loss_mask.tolist()):
+        if not keep:
+            continue
+        age, now, behaviour, a = version - versions[t], tokens["log_probs"][t], tokens["rollout_log_probs"][t], tokens["advantages"][t]
+        share = 1.0 if versions[t] < 0 else (version - 1 - versions[t]) / age if interpolates and age else 0.0
+        proximal = (1 - share) * behaviour + share * now
+        weight, r = min(math.exp(proximal - behaviour), 1.3) if interpolates else 1.0, math.exp(now - proximal)
+        near = min(max(r, 0.95), 1.1)
+        total -= weight * min(r * a, near * a) / count
+        slopes[t] = -weight * r * a / count if r * a <= near * a else 0.0
+        clipped += r * a > near * a
+    return total, slopes, clipped
+
+
+@pytest.mark.parametrize("proximal", ["interpolated", "rollout"])
+def test_a_proximal_policy_without_a_pass_against_a_loop(proximal: str, make_step) -> None:
+    """Sequences of 9, 1, 14 and 6 tokens of ages 0 to 4, some made by nobody; `old_log_probs` must not be read."""
+    step, interpolates = make_step([9, 1, 14, 6], seed=21), proximal == "interpolated"
+    versions = [(-1, 7, 6, 5, 4, 3, 7, 5)[t % 8] for t in range(30)]
+    share = current_share(torch.tensor(versions), version=7, interpolates=interpolates)
+    tokens = {**step.tokens, "current_share": torch.where(step.loss_mask, share, torch.nan)}
+    tokens["old_log_probs"] = torch.full((30,), torch.nan, dtype=torch.float64)
+    weights = {"off_policy": {"mode": "truncate", "high": 1.3}} if interpolates else {}
+    loss = {"kind": "clip", "low": 0.05, "high": 0.1}
+    objective = Objective.of(proximal=proximal, policy_loss=loss, aggregation="token_mean", **weights)
+    expected, slopes, clipped = decoupled_loss(step, versions, version=7, interpolates=interpolates)
+    assert 3 < clipped < 20
+    for layout in (trivial_layout(4), *random_layouts(4, count=4, seed=3)):
+        result = run_step(objective, Step(step.lengths, step.loss_mask, tokens), layout)
+        assert result.loss == pytest.approx(expected, abs=1e-12)
+        torch.testing.assert_close(result.gradients["log_probs"], torch.tensor(slopes, dtype=torch.float64), rtol=1e-12, atol=1e-12)
+
+
+def test_the_share_of_the_current_policy_is_the_published_one() -> None:
+    """A-3PO: 1 - 1 / d at an age of d versions, and the rollout's own log-probs at ages 0 and 1."""
+    versions = torch.tensor([-1, 0, 3, 4, 6, 7, 8])
+    found = current_share(versions, version=8, interpolates=True)
+    torch.testing.assert_close(found, torch.tensor([1, 7 / 8, 4 / 5, 3 / 4, 1 / 2, 0, 0], dtype=torch.float64))
+    assert current_share(versions, version=8, interpolates=False).tolist() == [1, 0, 0, 0, 0, 0, 0]
+
+
 def test_rejected_tokens_have_no_gradient_with_inner_weights() -> None:
     correction = OffPolicy(mode="mask", low=0.9, high=1.1)
     ratios = (v1().tokens["old_log_probs"] - v1().tokens["rollout_log_probs"]).exp()
@@ -378,7 +423,7 @@ def test_extremes_stay_finite(name: str, level: str, dtype: torch.dtype) -> None
         entropy_coef=0.1,
         off_policy_correction=correction,
     )
-    output = compute_loss(objective, inputs, num_tokens=6, num_sequences=4)
+    output = compute_loss(objective, inputs, num_tokens=6, num_trajectories=4)
     output.loss.backward()
     assert bool(output.loss.isfinite()) and log_probs.grad is not None and bool(log_probs.grad.isfinite().all())
     assert all(bool(total.isfinite()) for total, _ in output.metrics.values())
@@ -388,7 +433,7 @@ def test_what_is_missing_is_named() -> None:
     inputs = LossInputs(
         loss_mask=torch.ones(1, dtype=torch.bool), sequence_index=torch.zeros(1, dtype=torch.int64), sequence_tokens=torch.ones(1)
     )
-    settings = {"num_tokens": 1, "num_sequences": 1}
+    settings = {"num_tokens": 1, "num_trajectories": 1}
     with pytest.raises(ValueError, match="log_probs"):
         compute_loss(neutral_objective(), inputs, **settings)
     with pytest.raises(ValueError, match="statistics"):

@@ -94,6 +94,23 @@ def test_unknown_preset_names_the_closest() -> None:
         (lambda: Objective.of(zero_variance="drop", distillation_coef=1.0), "does not come from rewards"),
         (lambda: Objective.of(zero_variance="drop", policy_loss="distillation"), "does not come from rewards"),
         (lambda: Objective.of(zero_variance="mask_kl"), "'mask_kl' without a KL"),
+        *[
+            (lambda loss=loss: Objective.of(policy_loss=loss, proximal="rollout"), f"policy_loss '{kind}' without a bound")
+            for kind, loss in {
+                **{name: name for name in ("gpg", "kl_cov", "distillation", "sft")},
+                "clip": {"low": None},
+                "clip_cov": {"kind": "clip_cov", "high": None},
+                "cispo": {"kind": "cispo", "high": None},
+                "gmpo": {"kind": "gmpo", "high": None},
+                "dppo_kl": {"kind": "dppo_kl", "low": None},
+            }.items()
+        ],
+        (lambda: Objective.of(proximal="interpolated"), "'interpolated' without the weights of decoupled PPO; set off_policy"),
+        (lambda: Objective.of(proximal="interpolated", off_policy={"opsm": 0.1}), "without the weights of decoupled PPO"),
+        (lambda: Objective.of(proximal="rollout", off_policy={"mode": "mask", "high": 2.0}), "is then 1 throughout; remove one"),
+        (lambda: Objective.of(proximal="rollout", off_policy={"veto": 0.1}), "is then 1 throughout; remove one"),
+        (lambda: Objective.of(proximal="rollout", distillation_coef=0.1), "distillation_coef, which reads the recomputed policy"),
+        (lambda: Objective.of(proximal="rollout", advantage="gae", kl_reward={"coef": 0.1}), "kl_reward, which reads the recomputed"),
         (lambda: Objective.of(policy_loss="sft", off_policy={"veto": 0.1}), "off_policy has no effect with policy_loss 'sft'"),
         (lambda: Objective.of(policy_loss="sft", advantage="rloo"), "advantage has no effect with policy_loss 'sft'"),
         (lambda: Objective.of(policy_loss="sft", kl={"coef": 0.1, "unbiased": True}), "kl.unbiased has no effect"),
@@ -123,6 +140,13 @@ def test_no_number_is_infinite_or_none(value: float) -> None:
                 section(**{**needed, name: given})
             checked += 1
     assert checked > 45
+
+
+@pytest.mark.parametrize("loss", ["clip", "clip_cov", "cispo", "gmpo", "dppo_tv", "dppo_kl", "sapo", "vespo", "package.module:loss"])
+def test_losses_with_a_bound_take_the_rollout_as_centre(loss: str) -> None:
+    assert not Objective.of(policy_loss=loss).corrects_staleness
+    assert Objective.of(policy_loss=loss, proximal="rollout").corrects_staleness
+    assert Objective.of(policy_loss=loss, proximal="rollout", off_policy={"opsm": 0.1}).corrects_staleness
 
 
 def test_wide_clips_that_are_no_clips_of_ratios_pass() -> None:

@@ -5,7 +5,7 @@ from dataclasses import fields, is_dataclass
 
 import torch
 
-from megatron_rl.algorithms import advantage, kl, log_prob, loss, returns, selection
+from megatron_rl.algorithms import advantage, head_statistics, kl, loss, returns, selection
 from megatron_rl.algorithms.aggregation import LossInputs, Sequences, bounded_exp, token_weights
 from megatron_rl.algorithms.covariance_losses import Covariances, hashed
 from megatron_rl.algorithms.objective import Objective
@@ -46,7 +46,7 @@ def calls(make_step) -> dict[str, tuple]:
     )  # fmt: skip
     rewards, groups = torch.randn(6, dtype=torch.float64), torch.tensor([0, 0, 1, 1, 2, 2])
     correction = OffPolicy(mode="truncate", high=1.1, opsm=0.1)
-    count = {"num_tokens": int(mask.sum()), "num_sequences": 3}
+    count = {"num_tokens": int(mask.sum()), "num_trajectories": 3}
     everything = {
         "token_rewards": (
             returns.token_rewards,
@@ -87,7 +87,7 @@ def calls(make_step) -> dict[str, tuple]:
             {**count, **{name: x[name] for name in critic}},
         ),
         "bounded_exp": (bounded_exp, (x["values"],), {}),
-        "token_statistics": (log_prob.token_statistics, (torch.randn(4, 9), torch.arange(4)), {"temperature": 1.0, "vocab_size": 8}),
+        "token_statistics": (head_statistics.token_statistics, (torch.randn(4, 9), torch.arange(4)), {"temperature": 1.0, "vocab_size": 8}),
         "constant": (advantage.Groups.of(groups).constant, (rewards,), {}),
     }
     everything |= loss_calls(inputs, terms, correction)
@@ -104,7 +104,7 @@ def advantage_calls(rewards: torch.Tensor, groups: torch.Tensor) -> dict[str, tu
 
 
 def loss_calls(inputs: LossInputs, terms: PolicyTerms, correction: OffPolicy) -> dict[str, tuple]:
-    count, everything = {"num_tokens": int(inputs.loss_mask.sum()), "num_sequences": 3}, {}
+    count, everything = {"num_tokens": int(inputs.loss_mask.sum()), "num_trajectories": 3}, {}
     for name in (
         "clip",
         "cispo",

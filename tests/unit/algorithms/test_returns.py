@@ -123,6 +123,6 @@ def test_kl_estimators() -> None:
 def test_adaptive_kl() -> None:
     control, coef, after = KLControl(target=6.0, horizon=1e4), 0.1, []
     for kl in (3.0, 6.0, 12.0, 6.6):
-        coef = updated_kl_coef(coef, kl=kl, num_sequences=256, control=control)
+        coef = updated_kl_coef(coef, kl=kl, num_trajectories=256, control=control)
         after.append(coef)
     assert after == pytest.approx([0.099488, 0.099488, 0.09999737856, 0.10025337184911], abs=1e-12)
