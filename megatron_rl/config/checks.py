@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_rl.algorithms.objective import Advantages
+from megatron_rl.config.order import FirstComplete
+from megatron_rl.config.section import MAX_INTEGER
 from megatron_rl.config.settings import (
-    MAX_INTEGER,
     CriticSettings,
     DataSettings,
     ModelSettings,
@@ -43,12 +44,19 @@ def contradictions(settings: Settings) -> list[str]:
         *_colocation(settings.weights, settings.runtime, rollout),
     ]
     if not supervised:
+        if rollout.max_staleness and not objective.corrects_staleness:
+            found.append(_uncorrected(f"rollout.max_staleness is {rollout.max_staleness}", objective.policy_loss.kind))
         found += [*_group(data, objective.advantage), *_lengths(data, rollout.sampling, training), *_engines(rollout.sglang)]
-    if rollout.function is not None and rollout.environment is not None:
-        both = f"rollout.function is {rollout.function} and rollout.environment is {rollout.environment}"
-        found.append(f"{both}, needs at most one; remove the other")
-    if settings.reward.function is None and rollout.environment is None and not supervised:
-        found.append("reward.function is null without rollout.environment, needs one of both, which gives rewards; set reward.function")
+    own = {"function": rollout.function, "environment": rollout.environment, "agent": rollout.agent and "set"}
+    if len(given := [f"rollout.{name} is {value}" for name, value in own.items() if value is not None]) > 1:
+        found.append(f"{' and '.join(given)}, needs at most one; remove the other")
+    if rollout.agent is not None and rollout.agent.command and rollout.args:
+        found.append(f"rollout.args has {', '.join(rollout.args)}, but rollout.agent.command takes none; write them into the command")
+    if settings.reward.function is None and not rollout.is_hosted and not supervised:
+        found.append(
+            "reward.function is null without rollout.environment and rollout.agent, needs one of these, which gives rewards; set "
+            "reward.function"
+        )
     if objective.distillation_coef and settings.model.teacher is None:
         found.append(
             f"objective.distillation_coef is {objective.distillation_coef}, but model.teacher is not set, so there is nothing to learn "
@@ -119,14 +127,17 @@ def setting_notes(settings: Settings) -> list[str]:
         found.append(
             f"training.reference_interval {training.reference_interval} has no effect: the objective reads the reference for every batch"
         )
-    staleness = settings.rollout.max_staleness
-    if staleness and not settings.supervised and objective.off_policy is None:
-        found.append(
-            f"rollout.max_staleness is {staleness} without objective.off_policy: tokens that older weights chose are trained on "
-            f"as if the current ones had chosen them; objective.off_policy={{mode: truncate, high: 2.0}} weighs each by how "
-            f"likely it is now"
-        )
     return found
+
+
+def _uncorrected(got: str, loss: str) -> str:
+    """Return the sentence for tokens of older weights in an objective that takes them for the current weights'."""
+    return (
+        f"{got}, but with objective.policy_loss {loss} around recomputed log-probs tokens of older weights count as the current ones'; set "
+        "objective.off_policy, such as {mode: truncate, high: 2.0}, which weighs each token, or objective.proximal to rollout, a trust "
+        "region around the rollout's own log-probs, or objective.proximal to interpolated with objective.off_policy, decoupled PPO without "
+        "a pass of its own"
+    )
 
 
 def _numbers(model: ModelSettings, rollout: RolloutSettings, training: TrainingSettings) -> Iterator[str]:
@@ -312,10 +323,17 @@ def _colocation(weights: WeightSettings, runtime: RuntimeSettings, rollout: Roll
             "weights.transport is ipc with runtime.colocate false, but memory is shared by a Megatron rank and an engine on the same GPU; "
             "set runtime.colocate to true, or weights.transport to broadcast"
         )
-    if runtime.colocate and staleness:
+    if runtime.colocate and staleness and not rollout.order.partial:
         yield (
             f"runtime.colocate is true with rollout.max_staleness {staleness}, but engines that share the trainer's GPUs cannot generate "
             f"while it trains; set rollout.max_staleness to 0, or runtime.colocate to false"
+        )
+    order = rollout.order
+    if isinstance(order, FirstComplete) and not order.partial and order.oversampling > 1 + staleness:
+        yield (
+            f"rollout.order is first_complete with oversampling {order.oversampling:g} and rollout.max_staleness {staleness}, but groups "
+            f"that a step leaves are trained on within max_staleness steps, which needs an oversampling of at most 1 + {staleness}; raise "
+            "rollout.max_staleness, lower rollout.order.oversampling, or set rollout.order.partial to true"
         )
     if runtime.colocate and rollout.sglang.get("enable_memory_saver") is False:
         yield (

@@ -31,8 +31,9 @@ def decide(settings: Settings, *, has_gpus: bool) -> tuple[Settings, tuple[Decis
     """
     training, rollout, runtime, supervised = settings.training, settings.rollout, settings.runtime, settings.supervised
     made = list(_processes(runtime.cluster, training.topology, rollout, shared=supervised or runtime.colocate, supervised=supervised))
-    if rollout.environment is not None and "function" not in settings.reward.model_fields_set:
-        made.append(Decision("reward.function", None, "rollout.environment gives the rewards"))
+    if rollout.is_hosted and "function" not in settings.reward.model_fields_set:
+        giver = "rollout.agent" if rollout.environment is None else "rollout.environment"
+        made.append(Decision("reward.function", None, f"{giver} gives the rewards"))
     if has_gpus:
         made += _memory(training, settings.model.megatron)
     field, cp, longest = "max_tokens_per_micro_batch", training.topology.cp, settings.longest_sequence

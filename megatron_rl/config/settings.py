@@ -4,49 +4,13 @@ Unknown keys are errors. No set value is rewritten: `decided` fills in the open 
 --check` prints them with the derived values. Field descriptions are the help texts of the command line.
 """
 
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from megatron_rl.algorithms.objective import Objective
-
-MAX_INTEGER = 2**31 - 1  # Accepted by torch, numpy, SQLite, SGLang and timers alike.
-
-
-def _usable_path(value: Any) -> Any:
-    """Return a path's text with `~` as the home directory."""
-    if not isinstance(value, str):
-        return value
-    if not value.strip():
-        raise ValueError("is empty, needs a path")
-    if "\0" in value:
-        raise ValueError(f"is {value!r}, but no file name has a zero character; remove it")
-    try:
-        return str(Path(value).expanduser())
-    except RuntimeError:
-        raise ValueError(f"is {value}, but there is no such home directory here; give the whole path") from None
-
-
-FilePath = Annotated[Path, BeforeValidator(_usable_path)]
-Seconds = Annotated[float, Field(ge=0.001, le=366 * 86400)]  # A year is within the range of every clock.
-
-
-class Section(BaseModel):
-    """A frozen group of settings in which an unknown key, a number that is not finite and an empty text are errors."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-    @field_validator("*")
-    @classmethod
-    def _sound(cls, value: Any) -> Any:
-        """Return the value of any field after a check of size, so that readers cannot fail."""
-        for item in value if isinstance(value, tuple) else (value,):
-            if item == "":
-                raise ValueError("has an empty text, needs at least one character")
-            if type(item) is int and not -1 <= item <= MAX_INTEGER:
-                raise ValueError(f"is {item}, needs an integer of at most {MAX_INTEGER}")
-        return value
+from megatron_rl.config.order import InOrder, Order
+from megatron_rl.config.section import FilePath, Seconds, Section
 
 
 class RunSettings(Section):
@@ -159,25 +123,48 @@ class FilterSettings(Section):
     args: dict[str, Any] = Field(default_factory=dict, description="Own arguments of the function, by the names that it gives them.")
 
 
+class AgentSettings(Section):
+    """Agents that ask an endpoint on loopback, by OpenAI's or Anthropic's API: on the driver's node, one for each trajectory."""
+
+    command: tuple[str, ...] = Field((), description="Program and arguments; its last line of output may be the reward.")
+    function: str | None = Field(None, description="Your own async function, package.module:function, instead of a command.")
+    max_processes: int | None = Field(None, ge=1, le=2**12, description="Commands at once; 4 for each core of this node when not set.")
+    sampling: Literal["refuse", "override"] = Field(
+        "refuse",
+        description="Answer to a request for another model or sampling than the run's: an error, or the run's, and a count in the metrics.",
+    )
+
+    @model_validator(mode="after")
+    def _one_form(self) -> "AgentSettings":
+        if bool(self.command) == bool(self.function):
+            got = f"command {list(self.command)} and function {self.function}" if self.command else "neither command nor function"
+            raise ValueError(f"has {got}, needs exactly one of them")
+        return self
+
+
 class RolloutSettings(Section):
     """Generation."""
 
     num_engines: int = Field(1, ge=1, le=2**14, description="SGLang servers; from runtime.cluster when not set.")
     sampling: SamplingSettings = Field(default_factory=SamplingSettings)
-    max_concurrent_requests: int = Field(256, ge=1, description="Requests in flight at one engine; every sample is one.")
+    max_concurrent_requests: int | None = Field(
+        256, ge=1, description="Requests in flight at one engine; every sample is one. null: as its memory, which it reports, allows."
+    )
     max_staleness: int = Field(
         0,
         ge=0,
         description="Weight versions that a token may be older than those of the step that trains on it. 0 generates and trains in turns; "
         "k generates up to k later steps while the trainer trains.",
     )
+    order: Order = Field(InOrder(), description="Which of the finished groups a step trains on.")
     function: str | None = Field(None, description="Your own rollout, package.module:function; the default is one turn.")
     environment: str | None = Field(None, description="Tools and replies for many turns, package.module:Class; instead of a function.")
+    agent: AgentSettings | None = Field(None, description="Agents that know only a URL and a key; instead of both.")
     args: dict[str, Any] = Field(default_factory=dict, description="Arguments of your own rollout, by the names that it gives them.")
     max_turns: int = Field(
-        16, ge=1, le=2**10, description="Answers of the policy in one trajectory of an environment; then it is truncated."
+        16, ge=1, le=2**10, description="Answers of the policy in one trajectory of an environment, then truncated, or to one agent."
     )
-    step_timeout_s: Seconds = Field(60.0, description="Deadline of an environment's answer to one message, in seconds; then it is killed.")
+    step_timeout_s: Seconds = Field(60.0, description="Deadline of an environment's reset and of each answer, in seconds; then it fails.")
     renderer: str | None = Field(None, description="Messages to tokens: a name of the library renderers; from the model when not set.")
     timeout_s: Seconds = Field(1800.0, description="Deadline of an attempt at a prompt's samples, without waits for an engine, in seconds.")
     max_error_rate: float = Field(0.25, ge=0, le=1, description="Share of a step's trajectories that fail above which the run stops.")
@@ -187,11 +174,18 @@ class RolloutSettings(Section):
     @property
     def is_single_turn(self) -> bool:
         """True without code of the user's own."""
-        return self.function is None and self.environment is None
+        return self.function is None and not self.is_hosted
+
+    @property
+    def is_hosted(self) -> bool:
+        """True where each trajectory has an environment or an agent of its own."""
+        return self.environment is not None or self.agent is not None
 
     @property
     def name(self) -> str:
         """The rollout in words, for messages."""
+        if self.agent is not None:
+            return f"rollout.agent {self.agent.function or ' '.join(self.agent.command)}"
         return f"rollout.environment {self.environment}" if self.environment else f"rollout.function {self.function or 'single_turn'}"
 
     @field_validator("sglang")

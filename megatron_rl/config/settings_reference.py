@@ -76,7 +76,7 @@ def _fields(section: Mapping[str, Any], classes: Mapping[str, Any], *, prefix: s
             default = None if name in section.get("required", ()) else format_value(value.get("default", {}))
             yield SettingField(path=path, type=_words(value), default=default, description=value.get("description", ""))
         if kinds and "" not in kinds:
-            chosen = None if may_be_null else str(getattr(Objective(), name).kind)
+            chosen = None if may_be_null else str(value["default"]["kind"])
             yield from _choice(path, kinds, classes, default=chosen, description=value["description"])
         elif members:
             yield from _fields(classes[members[0]], classes, prefix=f"{path}.")

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from megatron_rl.config.load import apply_overrides, dump_settings, parse_yaml, validate_settings
-from megatron_rl.config.settings import MAX_INTEGER
+from megatron_rl.config.section import MAX_INTEGER
 from megatron_rl.config.settings_reference import setting_fields
 from megatron_rl.errors import UserError
 

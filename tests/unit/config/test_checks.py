@@ -52,6 +52,12 @@ MakeSettings = Callable[..., Settings]
         (["rollout.sglang.quantization=fp8"], "rollout.sglang.quantization is fp8, needs none"),
         (["rollout.sglang.torchao_config=int4wo-128"], "rollout.sglang.torchao_config is int4wo-128, needs none"),
         (["runtime.colocate=true", "rollout.max_staleness=2"], "set rollout.max_staleness to 0, or runtime.colocate to false"),
+        (["rollout.agent={}"], "rollout.agent has neither command nor function, needs exactly one"),
+        (["rollout.agent={command: [a], function: 'b:c'}"], "rollout.agent has command ['a'] and function b:c, needs exactly one"),
+        (["rollout={agent: {function: 'a:b'}, environment: 'c:D'}"], "rollout.environment is c:D and rollout.agent is set, needs at most"),
+        (["rollout={agent: {command: [a]}, args: {x: 1}}"], "rollout.args has x, but rollout.agent.command takes none"),
+        (["rollout.order={kind: first_complete}"], "oversampling 1.5 and rollout.max_staleness 0"),
+        (["rollout.order={kind: first_complete, oversampling: 2.5}", "rollout.max_staleness=1"], "an oversampling of at most 1 + 1; raise"),
     ],
 )
 def test_contradictions_show_the_arithmetic(settings_with: MakeSettings, overrides: list[str], part: str) -> None:
@@ -77,7 +83,18 @@ def test_contradictions_show_the_arithmetic(settings_with: MakeSettings, overrid
         ["data.eval=e.jsonl", "run.eval_interval=5"],
         ["run.eval_interval=0"],
         ["runtime.colocate=true"],
-        ["rollout.max_staleness=4"],
+        ["rollout.max_staleness=4", "objective.off_policy={mode: truncate, high: 2.0}"],
+        ["rollout.max_staleness=4", "objective.proximal=rollout"],
+        ["rollout.max_staleness=4", "objective.proximal=interpolated", "objective.off_policy={mode: mask, high: 5.0}"],
+        ["rollout.max_staleness=4", "objective.policy_loss=sft"],
+        ["rollout.max_staleness=1", "objective.proximal=rollout", "rollout.order={kind: first_complete, oversampling: 2}"],
+        ["rollout.order={kind: first_complete, oversampling: 9, partial: true}"],
+        [
+            "rollout.max_staleness=1",
+            "objective.proximal=rollout",
+            "rollout.order={kind: first_complete, partial: true}",
+            "runtime.colocate=true",
+        ],
     ],
 )
 def test_consistent_settings_pass(settings_with: MakeSettings, overrides: list[str]) -> None:
@@ -165,7 +182,10 @@ def test_memory_is_shared_where_devices_are(settings_with: MakeSettings) -> None
     assert settings_with("weights.transport=ipc", "runtime.colocate=true").weight_transport == "ipc"
 
 
-def test_staleness_without_a_correction_is_noted(settings_with: MakeSettings) -> None:
-    assert "without objective.off_policy" in setting_notes(settings_with("rollout.max_staleness=1"))[0]
-    corrected = settings_with("rollout.max_staleness=1", "objective.off_policy={mode: truncate, high: 2.0}")
-    assert setting_notes(corrected) == setting_notes(settings_with()) == []
+@pytest.mark.parametrize("loss", ["clip", "clip_cov", "cispo", "gmpo", "dppo_tv", "sapo", "vespo", "gpg", "kl_cov", "distillation"])
+def test_staleness_without_a_correction_names_three_ways(settings_with: MakeSettings, loss: str) -> None:
+    with pytest.raises(UserError) as caught:
+        settings_with("rollout.max_staleness=1", f"objective.policy_loss={loss}")
+    parts = ("rollout.max_staleness is 1", f"objective.policy_loss {loss}", "objective.off_policy, such as {mode: truncate, high: 2.0}")
+    for part in (*parts, "objective.proximal to rollout", "objective.proximal to interpolated with objective.off_policy"):
+        assert part in str(caught.value)
