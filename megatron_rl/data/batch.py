@@ -16,11 +16,12 @@ GREEDY_BASELINE = "greedy_baseline"
 """Component of rewards: the reward of the greedy response to the prompt, with which ReMax compares each sample."""
 
 
-def make_train_batch(groups: Sequence[Group]) -> TrainBatch:
-    """Return all scored samples as one batch, in order; `group_ids` [B] are positions in `groups`.
+def make_train_batch(groups: Sequence[Group], *, version: int = 0) -> TrainBatch:
+    """Return all scored samples as one batch for weights of `version`, in order.
 
-    Samples of a trajectory are adjacent. A trajectory is truncated where one sample is. Components
-    of rewards are in the order of their names, with NaN where a sample lacks a component.
+    `group_ids` [B] are positions in `groups`. Samples of a trajectory are adjacent. A trajectory is
+    truncated where one sample is. Components of rewards are in the order of their names, with NaN
+    where a sample lacks a component.
 
     Samples with an error or a timeout of the reward are left out: they have no score, not a score
     of zero. Raises ValueError for a sample never given to a reward function or without the
@@ -50,6 +51,7 @@ def make_train_batch(groups: Sequence[Group]) -> TrainBatch:
         trajectory_ids=np.array([number for number, *_ in kept]),
         truncated=np.array([any(part.truncated for part in whole[number][1]) for number, *_ in kept]),
         component_names=names,
+        version=version,
         reward_components=np.array([[parts.get(name, np.nan) for name in names] for parts in components]),
         **_routing([sample.routed_experts for sample in samples], lengths=np.diff(layout["cu_seqlens"])),
     )

@@ -13,6 +13,7 @@ or `buffer_rows.SCHEMA`, describes the tables.
     numpy.frombuffer(response_ids, "<i4")
 """
 
+import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,10 +28,17 @@ from megatron_rl.types import Failure, Group, Prompt, Sample
 BUFFER_FILE = "buffer.sqlite"  # its name in the directory of a run
 PENDING = "(SELECT id FROM groups WHERE state = 'pending')"
 OLDEST_DONE = "(SELECT id FROM groups WHERE state = 'done' ORDER BY position LIMIT ?)"
+CHOSEN = "id IN (SELECT value FROM json_each(?))"
 
 # The cost of the queries below depends on the waiting groups alone, not on the consumed ones. The
 # index is named because SQLite would otherwise read the table, also sorted by `position`.
 FRONT = "SELECT position, id, state FROM groups INDEXED BY groups_waiting WHERE state <> 'consumed' ORDER BY position LIMIT ?"
+WAITING = (
+    "SELECT id, state, updated_at, min(ifnull((SELECT min(min_version) FROM samples WHERE group_id = id), 9e999), "
+    "ifnull((SELECT min(min_version) FROM answers WHERE group_id = id), 9e999)) "
+    "FROM groups INDEXED BY groups_waiting WHERE state <> 'consumed' ORDER BY position"
+)
+NEWEST = "SELECT trained FROM groups INDEXED BY groups_by_state WHERE state = 'consumed' ORDER BY position DESC LIMIT ?"
 COUNT = "SELECT count(*) FROM groups WHERE state = ?"
 PRUNABLE = (
     "SELECT row_number() OVER (PARTITION BY consumed_step ORDER BY position), id "
@@ -57,6 +65,19 @@ class BufferCounts:
     def total(self) -> int:
         """All groups."""
         return self.waiting + self.consumed
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingGroup:
+    """A group not yet consumed, moved to its state at `moved_at`, in seconds since 1970.
+
+    `oldest_version` made a token of its samples or answers; infinity without any.
+    """
+
+    id: str
+    state: str
+    moved_at: float
+    oldest_version: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,38 +177,42 @@ class Buffer(SqliteFile):
             self._replace_samples(group)
             self._move([group.id], "done")
 
-    def done(self, limit: int) -> list[Group]:
-        """Return up to `limit` done groups, in the order of their prompts."""
-        return self._groups(f"id IN {OLDEST_DONE}", (max(limit, 0),))
+    def groups(self, group_ids: Iterable[str]) -> list[Group]:
+        """Return these groups with all samples, in the order of their prompts."""
+        return self._groups(CHOSEN, (json.dumps(list(group_ids)),))
 
     def consume(self, rejections: Mapping[str, str | None], *, step: int) -> None:
         """Mark done groups as consumed by `step` (from 1), by id with a reason for no training."""
-        now = time.time()
         with self._transaction() as connection:
             connection.executemany(
-                "UPDATE groups SET state = 'consumed', consumed_step = ?, trained = ?, rejection = ?, updated_at = ? WHERE id = ?",
-                [(step, reason is None, reason, now, group_id) for group_id, reason in rejections.items()],
+                "UPDATE groups SET state = 'consumed', consumed_step = ?, trained = ?, rejection = ? WHERE id = ?",
+                [(step, reason is None, reason, group_id) for group_id, reason in rejections.items()],
             )
 
-    def unfinished(self, *, among: int) -> set[str]:
-        """Return ids of unfinished groups of the first `among` not consumed; ValueError for fewer."""
-        front = self._read(FRONT, (max(among, 0),))
-        if len(front) < among:
-            raise ValueError(f"{among} groups are asked for, the buffer holds {len(front)} that are not consumed")
-        return {group_id for _, group_id, state in front if state != "done"}
+    def waiting(self) -> list[WaitingGroup]:
+        """Return all groups not consumed, in the order of prompts."""
+        return [WaitingGroup(*row) for row in self._read(WAITING)]
 
-    def renew(self, limit: int, *, oldest_version: int) -> int:
+    def recently_trained(self, limit: int) -> tuple[int, int]:
+        """Return the numbers of trained groups and of all among the newest `limit` consumed ones."""
+        found = [trained for (trained,) in self._read(NEWEST, (limit,))]
+        return sum(found), len(found)
+
+    def renew(self, limit: int, *, oldest_version: int, by_newest: bool = False) -> int:
         """Drop all samples of groups with a token before `oldest_version`, of the first `limit` done.
 
-        Returns the number of such groups, which become pending again. Saved samples and answers of
-        pending groups are dropped likewise, answer by answer.
+        `by_newest` drops only groups without a younger token, and no answers: tokens before
+        `oldest_version` may be context. Returns the number of such groups, which become pending
+        again. Saved samples and answers of pending groups are dropped likewise, answer by answer.
         """
-        stale = "SELECT DISTINCT group_id FROM samples WHERE min_version < ? AND group_id IN"
+        version = "max(max_version)" if by_newest else "min(min_version)"
+        stale = f"SELECT group_id FROM samples WHERE group_id IN {{}} GROUP BY group_id HAVING {version} < ?"
         with self._transaction() as connection:
-            found = self._ids(f"{stale} {OLDEST_DONE}", (oldest_version, max(limit, 0)))
+            found = self._ids(stale.format(OLDEST_DONE), (max(limit, 0), oldest_version))
             self._move(found, "pending")
-            self._drop(self._ids(f"{stale} {PENDING}", (oldest_version,)))
-            connection.execute(f"DELETE FROM answers WHERE min_version < ? AND group_id IN {PENDING}", (oldest_version,))
+            self._drop(self._ids(stale.format(PENDING), (oldest_version,)))
+            if not by_newest:
+                connection.execute(f"DELETE FROM answers WHERE min_version < ? AND group_id IN {PENDING}", (oldest_version,))
         return len(found)
 
     def counts(self) -> BufferCounts:
@@ -222,8 +247,8 @@ class Buffer(SqliteFile):
         """
         gone = "SELECT group_id FROM samples WHERE max_version > :step OR response_ids IS NULL UNION SELECT group_id FROM failures"
         waits = "(state <> 'consumed' OR consumed_step > :step)"
-        clean = "consumed_step = NULL, trained = NULL, rejection = NULL, pruned = 0, updated_at = :now"
-        values = {"step": step, "now": time.time(), "made_by": self.made_by}
+        clean = "consumed_step = NULL, trained = NULL, rejection = NULL, pruned = 0"
+        values = {"step": step, "made_by": self.made_by}
         with self._transaction() as connection:
             others = dict(
                 self._read(f"SELECT made_by, count(*) FROM groups WHERE {waits} AND made_by <> :made_by GROUP BY made_by", values)
@@ -237,6 +262,14 @@ class Buffer(SqliteFile):
             self._move([*dropped, *unscored], "pending")
             connection.execute("DELETE FROM answers WHERE max_version > :step", values)
         return others
+
+    def distrust(self, *, step: int) -> None:
+        """Drop the samples of done groups, and let `rewind` make those that `step` consumed anew, too."""
+        with self._transaction() as connection:
+            done = self._ids("SELECT id FROM groups WHERE state = 'done'", ())
+            self._drop(done)
+            self._move(done, "pending")
+            connection.execute("UPDATE groups SET pruned = 1 WHERE consumed_step = ?", (step,))
 
     def prune(self, step: int, *, keep: int) -> None:
         """Drop the token arrays of groups consumed up to `step`, the oldest kept checkpoint.

@@ -29,7 +29,7 @@ CREATE TABLE groups (  -- one row per prompt
     prompt_ids BLOB NOT NULL,  -- array of <i4
     metadata TEXT NOT NULL,  -- JSON
     messages TEXT,  -- of a chat, as JSON; NULL where the prompt is a text
-    updated_at REAL NOT NULL,  -- seconds since 1970 of the last move
+    updated_at REAL NOT NULL,  -- seconds since 1970 of the last move but consumption: of a done group, its end
     trained INTEGER CHECK (trained IN (0, 1)),  -- 0 when the consuming step rejected the group
     rejection TEXT,  -- reason for no training
     -- 1 when the samples' token arrays were dropped, 2 when kept for readers

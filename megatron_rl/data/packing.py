@@ -63,15 +63,8 @@ def micro_batch_tokens(batch: TrainBatch, rows: Ints, *, cp_size: int = 1, cp_ra
     lengths = batch.lengths[rows] if len(rows) else np.zeros(1, np.int64)
     starts = batch.cu_seqlens[rows] if len(rows) else np.zeros(1, np.int64)
     padded = _padded_lengths(lengths, cp_size=cp_size, pad_to=pad_to)
-    local = padded // cp_size
-    sequence = np.repeat(np.arange(len(local)), local)
-    offset = np.arange(local.sum()) - np.repeat(np.cumsum(local) - local, local)
-    if cp_size > 1:
-        chunk = (local // 2)[sequence]
-        second = (2 * cp_size - 1 - cp_rank) * chunk + offset - chunk
-        position = np.where(offset < chunk, cp_rank * chunk + offset, second)
-    else:
-        position = offset
+    sequence = np.repeat(np.arange(len(padded)), padded // cp_size)
+    position = local_positions(padded, cp_size=cp_size, cp_rank=cp_rank)
     start, length = starts[sequence], lengths[sequence]
     return MicroBatchTokens(
         token_index=np.where(position < length, start + position, -1),
@@ -82,6 +75,16 @@ def micro_batch_tokens(batch: TrainBatch, rows: Ints, *, cp_size: int = 1, cp_ra
         cu_seqlens_padded=_offsets(padded),
         num_sequences=len(rows),
     )
+
+
+def local_positions(lengths: Ints, *, cp_size: int, cp_rank: int) -> Ints:
+    """Return the position in its sequence of `lengths` [S] of each token of a context-parallel rank, [T]."""
+    local = lengths // cp_size
+    position = np.arange(local.sum()) - np.repeat(np.cumsum(local) - local, local)
+    if cp_size == 1:
+        return position
+    chunk = np.repeat(local // 2, local)
+    return np.where(position < chunk, cp_rank * chunk, (2 * cp_size - 2 - cp_rank) * chunk) + position
 
 
 def _offsets(lengths: Ints) -> Ints:

@@ -19,6 +19,7 @@ def made_by(data: DataSettings, rollout: RolloutSettings, reward: RewardSettings
         **sampling,
         "rollout.function": rollout.function,
         "rollout.environment": rollout.environment,
+        "rollout.agent": rollout.agent and rollout.agent.model_dump(mode="json", exclude={"max_processes"}),
         "rollout.max_turns": rollout.max_turns,
         "rollout.renderer": rollout.renderer,
         "rollout.args": rollout.args,
@@ -67,7 +68,7 @@ def rewind(source: PromptSource, buffer: Buffer, *, step: int, position: dict[st
         # A kill before the next checkpoint comes back to this one, with what is made from now on.
         buffer.num_gone = num_groups
     # Prompts taken after the checkpoint are in the buffer: the next prompts come behind.
-    pending = buffer.unfinished(among=counts.waiting)
+    pending = {group.id for group in buffer.waiting() if group.state != "done"}
     buffer.add_prompts(source.next_prompts(max(0, counts.total - num_groups)))
     # Prompts from before the checkpoint wait with labels of the settings at that time.
     buffer.add_prompts(source.again(sorted(pending)))

@@ -11,9 +11,19 @@ from megatron_rl.data.buffer import Buffer
 from megatron_rl.types import Group, Prompt, Sample
 
 
+def done(buffer: Buffer, limit: int) -> list[Group]:
+    """The first `limit` done groups."""
+    return buffer.groups([group.id for group in buffer.waiting() if group.state == "done"][:limit])
+
+
+def unfinished(buffer: Buffer, among: int) -> set[str]:
+    """The ids of groups that are not done yet, of the first `among` not consumed."""
+    return {group.id for group in buffer.waiting()[:among] if group.state != "done"}
+
+
 def take_done(buffer: Buffer, limit: int, *, step: int, rejections: Mapping[str, str] = MappingProxyType({})) -> list[Group]:
     """Up to `limit` done groups, consumed by `step`."""
-    groups = buffer.done(limit)
+    groups = done(buffer, limit)
     buffer.consume({group.id: rejections.get(group.id) for group in groups}, step=step)
     return groups
 

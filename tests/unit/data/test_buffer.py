@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from buffer_parts import assert_same, fill, finished_samples, take_done
+from buffer_parts import assert_same, fill, finished_samples, take_done, unfinished
 
 from megatron_rl.data.buffer import COUNT, FRONT, LATER, PRUNABLE, Answer, Buffer, BufferCounts
 from megatron_rl.errors import UserError
@@ -44,6 +44,16 @@ def test_a_group_passes_through_all_states_and_comes_back_equal(buffer: Buffer, 
     assert buffer.counts() == BufferCounts(pending=0, in_flight=0, done=0, consumed=2)
 
 
+def test_messages_of_a_chat_return(buffer: Buffer) -> None:
+    chat = ({"role": "system", "content": "Brief."}, {"role": "user", "content": "Hï"})
+    tokens = np.array([1])
+    buffer.add_prompts([Prompt("chat", tokens, "as text", messages=chat), Prompt("text", tokens, "Hï")])
+    assert [prompt.messages for prompt in buffer.take_pending(2)] == [chat, ({"role": "user", "content": "Hï"},)]
+    with sqlite3.connect(buffer.path) as connection:
+        rows = connection.execute("SELECT messages FROM groups ORDER BY position").fetchall()
+    assert rows == [('[{"role": "system", "content": "Brief."}, {"role": "user", "content": "Hï"}]',), (None,)]
+
+
 def test_only_the_first_unconsumed_groups_are_handed_out(buffer: Buffer, make_group: Any) -> None:
     groups = [make_group(name) for name in "abcdef"]
     fill(buffer, groups[:1])
@@ -52,11 +62,11 @@ def test_only_the_first_unconsumed_groups_are_handed_out(buffer: Buffer, make_gr
     # In front are b, c, d, whatever state they are in.
     assert [prompt.id for prompt in buffer.take_pending(2, among=3)] == ["b", "c"]
     buffer.put_done(groups[2])
-    assert [len(buffer.unfinished(among=number)) for number in (0, 1, 2, 5)] == [0, 1, 1, 4]
+    assert [len(unfinished(buffer, number)) for number in (0, 1, 2, 5)] == [0, 1, 1, 4]
     assert [prompt.id for prompt in buffer.take_pending(9, among=3)] == ["d"]
     assert buffer.take_pending(9, among=3) == buffer.take_pending(9, among=-1) == []
     buffer.put_done(groups[1])
-    assert [len(buffer.unfinished(among=number)) for number in (1, 2, 3)] == [0, 0, 1]
+    assert [len(unfinished(buffer, number)) for number in (1, 2, 3)] == [0, 0, 1]
     assert [prompt.id for prompt in buffer.take_pending(9)] == ["e", "f"]
 
 
@@ -422,3 +432,38 @@ def assert_whole(group: Group) -> None:
     samples: tuple[Sample, ...] = group.samples
     for sample, ids in zip(samples, expected, strict=True):
         np.testing.assert_array_equal(sample.response_ids, ids)
+
+
+def test_recently_trained_counts_the_newest_consumed_groups(buffer: Buffer, make_group: Any) -> None:
+    fill(buffer, [make_group(name) for name in "abcdef"])
+    buffer.consume({"a": None, "b": None, "c": "no signal", "d": None, "e": "no signal"}, step=1)
+    assert [buffer.recently_trained(limit) for limit in (1, 2, 3, 5, 9)] == [(0, 1), (1, 2), (1, 3), (3, 5), (3, 5)]
+
+
+def test_only_groups_without_a_younger_token_are_renewed_by_their_newest(buffer: Buffer, make_group: Any) -> None:
+    mixed = make_group("b", version=1, num_samples=1)
+    younger = dataclasses.replace(make_group("b", version=4).samples[1], prompt=mixed.prompt)
+    fill(buffer, [make_group("a", version=1), dataclasses.replace(mixed, samples=(*mixed.samples, younger)), make_group("c", version=2)])
+    assert [(group.id, group.state, group.oldest_version) for group in buffer.waiting()] == [
+        ("a", "done", 1),
+        ("b", "done", 1),
+        ("c", "done", 2),
+    ]
+    assert buffer.renew(3, oldest_version=3, by_newest=True) == 2
+    assert [group.state for group in buffer.waiting()] == ["pending", "done", "pending"]
+    assert [group.oldest_version for group in buffer.waiting()] == [float("inf"), 1, float("inf")]
+
+
+def test_a_rewind_keeps_the_order_of_completion(buffer: Buffer, make_group: Any) -> None:
+    """What a later step trained on comes first again, whatever its place."""
+    groups = [make_group(name, scored=True) for name in "abc"]
+    buffer.add_prompts(group.prompt for group in groups)
+    buffer.take_pending(3)
+    for number, group in enumerate((groups[2], groups[0], groups[1])):
+        buffer.put_done(group)
+        with sqlite3.connect(buffer.path) as connection:
+            connection.execute("UPDATE groups SET updated_at = ? WHERE id = ?", (float(number), group.id))
+    buffer.consume({"c": None, "a": None}, step=9)
+    buffer.rewind(8)
+    assert sorted(buffer.waiting(), key=lambda group: group.moved_at)[0].id == "c"
+    assert [group.moved_at for group in buffer.waiting()] == [1.0, 2.0, 0.0]

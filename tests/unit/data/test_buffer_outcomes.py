@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from buffer_parts import assert_same, fill, take_done
+from buffer_parts import assert_same, done, fill, take_done
 
 from megatron_rl.data.buffer import Buffer, BufferCounts
 from megatron_rl.errors import UserError
@@ -34,7 +34,7 @@ def test_a_rewind_tries_again_what_failed(buffer: Buffer, make_group: Any) -> No
     first, second = buffer.take_pending(9)
     assert_same(buffer.finished(first), a)
     assert second.id == "b" and buffer.finished(second) is None
-    assert_same(tuple(buffer.done(9)), (c,))
+    assert_same(tuple(done(buffer, 9)), (c,))
     query = "SELECT group_id, cause, headline, trace FROM failures"
     assert buffer._connection.execute(query).fetchall() == [("d", "error", "ValueError: no", "Traceback")]
 
@@ -48,7 +48,7 @@ def test_a_group_of_failures_is_kept_and_an_empty_one_is_not(buffer: Buffer, mak
     buffer.put_samples(group)
     assert_same(buffer.finished(group.prompt), group)
     buffer.put_done(group)
-    assert_same(tuple(buffer.done(1)), (group,))
+    assert_same(tuple(done(buffer, 1)), (group,))
 
 
 def test_prune_keeps_some_groups_of_each_step_whole(buffer: Buffer, make_group: Any) -> None:
@@ -104,3 +104,20 @@ def test_a_foreign_lock_ends_every_write_at_one_deadline(
     buffer.prune(1, keep=0)
     buffer.flush()
     assert buffer.num_consumed(step=0) == buffer.counts().total == 0
+
+
+def test_a_rewind_makes_distrusted_groups_anew(buffer: Buffer, make_group: Any) -> None:
+    groups = [make_group(name, scored=True) for name in "abcd"]
+    fill(buffer, groups)
+    take_done(buffer, 1, step=1)
+    take_done(buffer, 2, step=2)
+    buffer.distrust(step=2)
+    assert buffer.counts() == BufferCounts(pending=1, in_flight=0, done=0, consumed=3)
+    assert buffer.rewind(1) == {}
+    assert buffer.counts() == BufferCounts(pending=3, in_flight=0, done=0, consumed=1)
+    assert [prompt.id for prompt in buffer.take_pending(9)] == ["b", "c", "d"]
+    for group in groups[1:]:
+        assert buffer.finished(group.prompt) is None
+        buffer.put_done(group)
+    take_done(buffer, 3, step=2)
+    assert buffer.rewind(1) == {} and buffer.counts().done == 3, "what was made anew is trusted"
