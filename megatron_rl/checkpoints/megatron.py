@@ -278,8 +278,11 @@ def write_megatron(
     writer.set_up_storage_writer(True)
     written: list[list[WriteResult]] = []
 
+    def num_bytes(item: WriteItem) -> int:
+        return math.prod(_data(item).chunk.sizes) * int(_data(item).properties.dtype.itemsize)
+
     def files() -> Iterator[Path]:
-        for index, inside in enumerate(runs_of_bytes(plan.items, _num_bytes, max_bytes=max_file_bytes)):
+        for index, inside in enumerate(runs_of_bytes(plan.items, num_bytes, max_bytes=max_file_bytes)):
             with without_checksums():
                 written.append(writer.write_data(SavePlan(inside, storage_data=_StoragePrefix(f"__{index}_")), planner).value())
             yield directory / written[-1][0].storage_data.relative_path
@@ -330,8 +333,3 @@ def _write_item(rule: Rule, dtype: torch.dtype, spec: ModelSpec) -> WriteItem:
 def _data(item: WriteItem) -> TensorWriteData:
     assert item.tensor_data is not None, "an item is a tensor"
     return item.tensor_data
-
-
-def _num_bytes(item: WriteItem) -> int:
-    dtype: torch.dtype = _data(item).properties.dtype
-    return math.prod(_data(item).chunk.sizes) * dtype.itemsize

@@ -26,7 +26,7 @@ from megatron_rl.models.attention.attention_choice import Attention
 from megatron_rl.models.attention.latent import LatentAttention
 from megatron_rl.models.attention.packed import PackedAttention
 from megatron_rl.models.experts.router import allow_uneven_tokens
-from megatron_rl.models.language_model_head import LanguageModelHead, TokenQuestion
+from megatron_rl.models.language_model_head import LanguageModelHead
 from megatron_rl.models.layer_spec import layer_specs
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.packed_sequences import PackedSequences
@@ -75,13 +75,13 @@ class PolicyModel(GPTModel):
     def _tied_weight(self) -> Tensor | None:
         return self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
 
-    def token_statistics(self, hidden_states: Tensor, question: TokenQuestion) -> TokenStatistics:
-        """Return the answer to `question` about the next tokens [N] on every tensor parallel rank.
+    def token_statistics(self, hidden_states: Tensor, **question: Any) -> TokenStatistics:
+        """Return the head's answer to `question` about the next tokens [N] on every tensor parallel rank.
 
         `hidden_states` [N, H] come from the last stage. The answer is the same on every rank.
         Collective over tensor parallel ranks.
         """
-        statistics: TokenStatistics = self.output_layer(hidden_states, self._tied_weight(), question=question)
+        statistics: TokenStatistics = self.output_layer(hidden_states, self._tied_weight(), **question)
         return statistics
 
 

@@ -4,7 +4,6 @@ Legend: N positions, H hidden channels, V padded vocabulary, tp tensor parallel 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,18 +26,8 @@ def row_maths(hidden: Tensor) -> RowMaths:
     return TRITON_ROWS
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TokenQuestion:
-    """A question about next tokens: `targets` [N] are ids among the first `vocab_size` tokens."""
-
-    targets: Tensor
-    temperature: float
-    vocab_size: int
-    with_entropy: bool = True
-
-
 class LanguageModelHead(ColumnParallelLinear):
-    """megatron-core's output layer with an answer for token questions, the same on every tensor parallel rank."""
+    """megatron-core's output layer, which also answers about next tokens, the same on every tensor parallel rank."""
 
     @classmethod
     def in_place_of(cls, layer: ColumnParallelLinear) -> "LanguageModelHead":
@@ -65,14 +54,15 @@ class LanguageModelHead(ColumnParallelLinear):
         input_: Tensor,
         weight: Tensor | None = None,
         runtime_gather_output: bool | None = None,
-        *,
-        question: TokenQuestion | None = None,
+        **question: Any,
     ) -> Any:
         """Logits [N, 1, V / tp] of `input_` [N, 1, H] and a bias of None; or the TokenStatistics [N] of `input_` [N, H].
 
-        `weight` [V / tp, H] is for a tied head. Collective over the tensor parallel ranks.
+        `weight` [V / tp, H] is for a tied head. `question` are `targets` [N] among the first
+        `vocab_size` tokens, `temperature` and `with_entropy`. Collective over the tensor parallel
+        ranks.
         """
-        if question is None:
+        if not question:
             return super().forward(input_, weight, runtime_gather_output)
         weight = self.weight if weight is None else weight
         group = self.tp_group if self.tp_group.size() > 1 else None
@@ -81,16 +71,13 @@ class LanguageModelHead(ColumnParallelLinear):
         return head_statistics(
             input_,
             weight,
-            question.targets,
-            temperature=question.temperature,
-            vocab_size=question.vocab_size,
             vocab_start=self.tp_group.rank() * len(weight),
             group=group,
-            with_entropy=question.with_entropy,
             # The attribute is megatron's mark of a parameter with summed gradients; a frozen or unwrapped
             # weight has no mark.
             gradient_buffer=vars(weight).get("main_grad"),
             rows=row_maths(input_),
+            **question,
         )
 
 

@@ -3,6 +3,7 @@
 import os
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,10 +22,6 @@ if TYPE_CHECKING:
     from megatron_rl.config.settings import TopologySettings
 
 
-def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.gelu(x, approximate="tanh")
-
-
 def _quick_gelu(x: torch.Tensor) -> torch.Tensor:
     """Compute quick GELU without the compilation at the first call of megatron-core's version."""
     return x * torch.sigmoid(1.702 * x)
@@ -33,7 +30,7 @@ def _quick_gelu(x: torch.Tensor) -> torch.Tensor:
 _ACTIVATIONS: Mapping[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "clamped_swiglu": _quick_gelu,
     "silu": torch.nn.functional.silu,
-    "gelu_pytorch_tanh": _gelu_tanh,
+    "gelu_pytorch_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
 }
 
 

@@ -24,6 +24,18 @@ def split_parameter(config: TransformerConfig, group: torch.distributed.ProcessG
     return parameter
 
 
+class SplitModule(torch.nn.Module):
+    """A module of `split_parameter`s alone."""
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: dict[str, Any] | None = None
+    ) -> ShardedStateDict:
+        """Return megatron-core's checkpoint entry, split over tensor parallel ranks."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        sharded: ShardedStateDict = make_sharded_tensors_for_checkpoint(state, prefix, dict.fromkeys(state, 0), sharded_offsets)
+        return sharded
+
+
 class RMSNorm(torch.nn.RMSNorm):
     """Root mean square norm over the last dimension, usable under sequence parallelism.
 
@@ -45,7 +57,7 @@ class RMSNorm(torch.nn.RMSNorm):
         return torch.nn.functional.rms_norm(x.float(), self.normalized_shape, 1.0 + self.weight.float(), self.eps).to(x.dtype)
 
 
-class NormOverHeads(torch.nn.Module):
+class NormOverHeads(SplitModule):
     """Norm of [T, 1, H, D] over the channels of all heads on all tensor parallel ranks."""
 
     def __init__(self, config: TransformerConfig, *, num_heads: int) -> None:
@@ -63,14 +75,6 @@ class NormOverHeads(torch.nn.Module):
             squares = all_reduce(squares, group=self.group)
         normalised = wide * torch.rsqrt(squares / self.width + self.eps)
         return (normalised * self.weight.float()).to(x.dtype).view_as(x)
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: dict[str, Any] | None = None
-    ) -> ShardedStateDict:
-        """Return megatron-core's checkpoint entry, split over tensor parallel ranks."""
-        state = self.state_dict(prefix="", keep_vars=True)
-        sharded: ShardedStateDict = make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets)
-        return sharded
 
 
 class AttentionWithNormsOverHeads(SelfAttention):

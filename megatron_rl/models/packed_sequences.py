@@ -16,7 +16,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_rl.models.attention.attention_plan import AttentionPlan, check_splits, local_positions, plan_attention, with_window
+from megatron_rl.data.packing import local_positions
+from megatron_rl.models.attention.attention_plan import AttentionPlan, check_splits, plan_attention, with_window
 from megatron_rl.models.attention.rotary import RotarySpec
 from megatron_rl.models.experts.routed_tokens import Routing
 from megatron_rl.system.device import to_device
@@ -98,7 +99,7 @@ def packed_sequences(
         cu_seqlens_kv_padded=tensor,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        positions=to_device(local_positions(offsets, cp_size=cp_size, cp_rank=cp_rank), device),
+        positions=to_device(local_positions(padded, cp_size=cp_size, cp_rank=cp_rank), device),
         make_lengths=make_lengths,
         make_plan=partial(plan_attention, offsets, cp_size=cp_size, cp_rank=cp_rank, device=device),
     )

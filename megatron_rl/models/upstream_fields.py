@@ -45,7 +45,9 @@ def _checked(path: str, value: Any, owner: type, *, nullable: bool) -> Any:
         others = {section: _names(base) for base, section in _SECTIONS.items() if base is not upstream}
         raise UserError(unknown_field(path, owner=f"megatron-core's {upstream.__name__}", known=known, elsewhere=others))
     hint = typing.get_type_hints(owner)[name]
-    named = _named_values(hint)
+    named: Mapping[str, Any] | None = _DTYPES if torch.dtype in (hint, *typing.get_args(hint)) else None
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        named = hint.__members__
     if named is not None:
         if isinstance(value, str) and value in named:
             return named[value]
@@ -67,13 +69,6 @@ def _checked(path: str, value: Any, owner: type, *, nullable: bool) -> Any:
         raise UserError(f"{path} is {format_value(value)}: {first['msg']}; give a value of that type") from error
     _check_bounds(path, checked)
     return checked
-
-
-def _named_values(hint: Any) -> Mapping[str, Any] | None:
-    """Return the values available to settings by name, for a field of dtype or enumeration type."""
-    if torch.dtype in (hint, *typing.get_args(hint)):
-        return _DTYPES
-    return hint.__members__ if isinstance(hint, type) and issubclass(hint, enum.Enum) else None
 
 
 def _names(owner: Any) -> list[str]:

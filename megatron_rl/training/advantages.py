@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_rl.algorithms.advantage import Gdpo, Samples, TokenPlaces
 from megatron_rl.algorithms.kl import kl_estimate
 from megatron_rl.algorithms.objective import Objective
+from megatron_rl.algorithms.off_policy import current_share
 from megatron_rl.algorithms.returns import last_trainable
 from megatron_rl.data.batch import GREEDY_BASELINE
 from megatron_rl.data.trajectories import Trajectories
@@ -28,7 +29,7 @@ class TokenData:
     """Arrays [T] aligned with the tokens of a shard's batch; log-probs in nats.
 
     `rollout_log_probs` None: the generator's log-probs are not known. `old_log_probs` None: the old
-    policy is the current one. `kl_mask` None: the KL of every token counts. `old_values`, of the
+    policy is the current one, or made with `current_share`. `kl_mask` None: the KL of every token counts. `old_values`, of the
     states before the choice of each token, and `returns` are a critic's. They, `ref_log_probs` and
     `teacher_log_probs` are None without such a model. `token_keys` name a token within the whole batch
     under every layout. `trajectory_ids` [B] name each sequence's trajectory in the whole batch, and
@@ -38,6 +39,7 @@ class TokenData:
 
     rollout_log_probs: Floats | None
     old_log_probs: Floats | None
+    current_share: Floats | None
     ref_log_probs: Floats | None
     advantages: Floats
     weight_versions: Ints
@@ -52,7 +54,9 @@ class TokenData:
 
 def needs_old_log_probs(objective: Objective, *, num_steps: int) -> bool:
     """Return True when the old log-probs need a pass: one step alone computes them as the current policy's."""
-    return objective.trains_by_rewards and (num_steps > 1 or objective.kl_reward is not None or objective.distillation_coef > 0)
+    if not objective.trains_by_rewards or objective.proximal != "recomputed":
+        return False
+    return num_steps > 1 or objective.kl_reward is not None or objective.distillation_coef > 0
 
 
 def make_token_data(
@@ -78,6 +82,7 @@ def make_token_data(
     data = TokenData(
         rollout_log_probs=batch.rollout_log_probs,
         old_log_probs=_own_or(batch.old_log_probs, old, batch),
+        current_share=_share(objective, batch),
         ref_log_probs=_own_or(batch.ref_log_probs, reference, batch),
         advantages=advantages.astype(np.float32),
         weight_versions=batch.weight_versions,
@@ -97,6 +102,14 @@ def make_token_data(
     scores = objective.advantage.scores(samples)[_tensor(own)]
     made, returns = objective.advantage.of_tokens(scores, places, all_reduce_sum=sum_over_data_parallel)
     return dataclasses.replace(data, advantages=made.float().numpy(), returns=None if returns is None else returns.float().numpy())
+
+
+def _share(objective: Objective, batch: TrainBatch) -> Floats | None:
+    """Return the current policy's share [T] in the proximal one; None for the recomputed one."""
+    if objective.proximal == "recomputed":
+        return None
+    interpolates = objective.proximal == "interpolated"
+    return current_share(_tensor(batch.weight_versions), version=batch.version, interpolates=interpolates).float().numpy()
 
 
 def _places(objective: Objective, batch: TrainBatch, data: TokenData, state_values: Floats | None, kl_reward_coef: float) -> TokenPlaces:

@@ -85,7 +85,7 @@ class Critic:
                 old_values=micro_batch.pick(data.old_values),
                 returns=micro_batch.pick(data.returns),
                 num_tokens=totals.num_tokens,
-                num_sequences=totals.num_trajectories,
+                num_trajectories=totals.num_trajectories,
             )
             return share, LossOutput(share.detach(), metrics)
 

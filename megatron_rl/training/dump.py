@@ -11,7 +11,9 @@ from megatron_rl.system.files import write_atomic
 from megatron_rl.training.advantages import TokenData
 from megatron_rl.training.micro_batch import MicroBatch
 
-_OF_TOKENS = ("advantages", "rollout_log_probs", "old_log_probs", "ref_log_probs", "teacher_log_probs", "old_values", "returns")
+_OF_TOKENS = (
+    "advantages", "rollout_log_probs", "old_log_probs", "current_share", "ref_log_probs", "teacher_log_probs", "old_values", "returns",
+)  # fmt: skip
 
 
 def dump_micro_batch(path: Path, micro_batch: MicroBatch, data: TokenData, *, loss: float, grad_norm: float, temperature: float) -> None:

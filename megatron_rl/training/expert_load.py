@@ -7,7 +7,7 @@ from megatron.core.utils import get_model_config
 from megatron_rl.config.settings import ModelSettings, TrainingSettings
 from megatron_rl.errors import UserError
 from megatron_rl.models.experts.moe_fields import balance_coefficient, num_mixture_layers
-from megatron_rl.models.experts.routed_tokens import AuxiliaryLosses, RouterReport, RouterStep
+from megatron_rl.models.experts.routed_tokens import RouterReport, RouterStep
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.observe.metrics import Max, Mean, Metric, Min
 from megatron_rl.training.collectives import sum_over_ranks
@@ -46,23 +46,24 @@ class ExpertLoad:
         self._replays = replays
         self.step: RouterStep | None = None
         if self._config.num_moe_experts is not None:
-            losses = AuxiliaryLosses(
+            self.step = RouterStep(
                 num_sequences=totals.num_sequences,
                 num_tokens=totals.num_sequence_tokens,
                 balance_coef=balance_coefficient(self._config),
                 z_coef=self._config.moe_z_loss_coeff or 0.0,
+                num_layers=num_mixture_layers(self._config),
+                num_experts=self._config.num_moe_experts,
+                device=device,
             )
-            num_layers, num_experts = num_mixture_layers(self._config), self._config.num_moe_experts
-            self.step = RouterStep(losses, num_layers=num_layers, num_experts=num_experts, device=device)
 
     def metrics(self) -> dict[str, Metric]:
         """Return the step's metrics, equal on every rank. Collective over all ranks."""
         if self.step is None:
             return {}
-        return router_metrics(self.step.reduce(sum_over_ranks), self.step.losses, top_k=self._config.moe_router_topk, replays=self._replays)
+        return router_metrics(self.step.reduce(sum_over_ranks), top_k=self._config.moe_router_topk, replays=self._replays)
 
 
-def router_metrics(report: RouterReport, losses: AuxiliaryLosses, *, top_k: int, replays: bool) -> dict[str, Metric]:
+def router_metrics(report: RouterReport, *, top_k: int, replays: bool) -> dict[str, Metric]:
     """Return a step's router metrics: replayed tokens with `replays`, losses where a coefficient is set."""
     mean = report.load.mean(dim=1, keepdim=True)
     share = report.load / mean
@@ -72,9 +73,9 @@ def router_metrics(report: RouterReport, losses: AuxiliaryLosses, *, top_k: int,
         "train/expert_load_min": Min(float(share.min())),
         "train/expert_idle_fraction": Mean(idle, float(report.load.numel())),
     }
-    if losses.balance_coef:
+    if report.balance_loss is not None:
         metrics["train/aux_loss"] = Mean(report.balance_loss, 1.0)
-    if losses.z_coef:
+    if report.z_loss is not None:
         metrics["train/router_z_loss"] = Mean(report.z_loss, 1.0)
     if replays:
         metrics["train/routing_replayed"] = Mean(report.replayed, float(report.load.sum()) / top_k)

@@ -63,11 +63,15 @@ def check_batch(objective: Objective, batch: TrainBatch, *, rewards: Doubles, tr
         if given:
             raise UserError(f"TrainBatch.{given[0]} has no effect with objective.policy_loss {objective.policy_loss.kind}; leave it out")
         return
-    if objective.off_policy is not None and batch.rollout_log_probs is None:
-        raise UserError(
-            "objective.off_policy compares the policy with the one that generated, but TrainBatch.rollout_log_probs is None; "
-            "give them, or remove the correction"
-        )
+    proximal = objective.proximal
+    for name, reads in (("off_policy", objective.off_policy is not None), (f"proximal {proximal}", proximal != "recomputed")):
+        if reads and batch.rollout_log_probs is None:
+            raise UserError(
+                f"objective.{name} compares the policy with the one that generated, but TrainBatch.rollout_log_probs is None; "
+                f"give them, or remove objective.{name.split()[0]}"
+            )
+    if proximal != "recomputed" and batch.old_log_probs is not None:
+        raise UserError(f"TrainBatch.old_log_probs has no effect with objective.proximal {proximal}; leave one of them out")
     if batch.values is not None:
         _check_values(objective)
     if batch.advantages is not None:

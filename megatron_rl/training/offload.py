@@ -7,6 +7,7 @@ away as a storage of size 0.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, get_args
 
 import torch
@@ -107,14 +108,11 @@ class ModelMemory:
         num_bytes = storage.nbytes()
         if not keep:
             return _Stored(storage, num_bytes, None)
-        host = [self._piece(size) for size in piece_sizes(num_bytes)]
+        spare, new = self._spare, partial(torch.empty, dtype=torch.uint8, pin_memory=self._on_gpu)
+        host = [spare[size].pop() if spare.get(size) else new(size) for size in piece_sizes(num_bytes)]
         for piece, here in zip(host, _pieces_of(storage), strict=True):
             piece.copy_(here, non_blocking=True)
         return _Stored(storage, num_bytes, host)
-
-    def _piece(self, size: int) -> Tensor:
-        spare = self._spare.get(size)
-        return spare.pop() if spare else torch.empty(size, dtype=torch.uint8, pin_memory=self._on_gpu)
 
     def _storages(self, part: Part) -> list[UntypedStorage]:
         """Return distinct storages of `part` on the device; the first part owns shared ones."""

@@ -18,7 +18,6 @@ from torch import Tensor
 from megatron_rl.algorithms.log_prob import TokenStatistics
 from megatron_rl.models.build import PolicyModel, forward_selected
 from megatron_rl.models.experts.routed_tokens import RouterStep, Routing
-from megatron_rl.models.language_model_head import TokenQuestion
 from megatron_rl.system.device import to_device
 from megatron_rl.training.collectives import from_last_stage, sum_over_context_parallel
 from megatron_rl.training.micro_batch import MicroBatch
@@ -53,8 +52,8 @@ class Policy:
         last = self.chunks[-1]
         model = last if isinstance(last, PolicyModel) else last.module
         assert isinstance(model, PolicyModel), "a policy is made of PolicyModels"
-        question = TokenQuestion(micro_batch.targets, self.temperature, self.vocab_size, with_entropy)
-        return model.token_statistics(hidden, question)
+        sampled = {"temperature": self.temperature, "vocab_size": self.vocab_size}
+        return model.token_statistics(hidden, targets=micro_batch.targets, **sampled, with_entropy=with_entropy)
 
 
 def _run(

@@ -22,6 +22,7 @@ from megatron_rl.algorithms.log_prob import TokenStatistics
 from megatron_rl.algorithms.loss import LossOutput, compute_loss
 from megatron_rl.algorithms.objective import Objective
 from megatron_rl.algorithms.policy_loss import Clip
+from megatron_rl.algorithms.rounding_limits import Expected
 from megatron_rl.algorithms.selection import step_statistics
 from megatron_rl.checkpoints.optimizer_shards import parts_of
 from megatron_rl.models.build import TrainedModel
@@ -47,7 +48,10 @@ _METRIC_NAMES: Mapping[str, tuple[str, ...]] = {
 }
 """Names of the loss's metrics in the table of metrics, where they are not train/NAME."""
 
-_OF_TOKENS = ("old_log_probs", "rollout_log_probs", "ref_log_probs", "advantages", "kl_mask", "token_keys")
+_CLIPPED = "log_prob_diff_clipped"
+"""The metric of the tokens that are expected to agree."""
+
+_OF_TOKENS = ("old_log_probs", "rollout_log_probs", "current_share", "ref_log_probs", "advantages", "kl_mask", "token_keys")
 """Fields of TokenData that are the loss's inputs of the same names."""
 
 
@@ -56,8 +60,8 @@ class Gradients:
     """Gradients in a model's buffers that wait for the update, and their inputs; `number` counts optimizer steps from 1.
 
     `metrics` are this rank's share, `reports` those of its micro-batches on the last stage.
-    `finite`: all losses of all ranks were. `means` of measured metrics are over all ranks, None
-    without a measurement. `moved_biases` are routers' biases with their values after the step.
+    `finite`: all losses of all ranks were. `sums` are those of measured metrics over all ranks,
+    with weights. `moved_biases` are routers' biases with their values after the step.
     """
 
     number: int
@@ -67,8 +71,13 @@ class Gradients:
     metrics: Mapping[str, Metric]
     reports: Sequence[LossOutput] = ()
     finite: bool = True
-    means: Mapping[str, float | None] = dataclasses.field(default_factory=dict)
+    sums: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
     moved_biases: Sequence[tuple[Tensor, Tensor]] = ()
+
+    def mean(self, name: str) -> float | None:
+        """Return the mean of a measured metric, None without a measurement."""
+        total, weight = self.sums[name]
+        return total / weight if weight else None
 
 
 class PolicySteps:
@@ -101,8 +110,13 @@ class PolicySteps:
         self.num_steps = int(state["num_steps"])
         self._controls = ControlState.restored(self._objective, state["controllers"])
 
-    def forward_backward(self, micro_batches: Sequence[MicroBatch], totals: StepTotals, data: TokenData) -> Gradients:
-        """Begin the next optimizer step and compute its gradient. No weight changes."""
+    def forward_backward(
+        self, micro_batches: Sequence[MicroBatch], totals: StepTotals, data: TokenData, *, expected: Expected | None = None
+    ) -> Gradients:
+        """Begin the next optimizer step and compute its gradient. No weight changes.
+
+        Raises ParityError, on every rank, for log-probs of the rollout other than `expected`.
+        """
         self.num_steps += 1
         policy, counts = self._policy, {"train/num_tokens": Sum(totals.num_tokens), "train/num_sequences": Sum(totals.num_sequences)}
         if totals.num_trajectories != totals.num_sequences:
@@ -112,17 +126,19 @@ class PolicySteps:
         )
         if not totals.num_tokens:
             return waiting
-        objective, coefficients, loss = self._loss(micro_batches, totals, data)
+        objective, coefficients, loss = self._loss(micro_batches, totals, data, expected)
         load = ExpertLoad(policy.chunks[0], totals, device=micro_batches[0].input_ids.device, replays=policy.replays_routing)
         gradients = compute_gradients(
             self._model,
             waiting,
             loss,
             place=policy.place,
-            measure=("entropy", "kl_per_sequence"),
+            measure=("entropy", "kl_per_sequence", "log_prob_diff", _CLIPPED),
             replay=policy.replays_routing,
             router_step=load.step,
         )
+        if expected is not None:
+            expected.check(*gradients.sums[_CLIPPED], mean=gradients.mean("log_prob_diff"))
         agreed = _agreed(policy.place, {**counts, **_coefficients(objective, coefficients), **load.metrics()})
         own = share_of_metrics(gradients.reports, policy.place, loss="loss", names=_METRIC_NAMES)
         if policy.place.reports:
@@ -140,14 +156,14 @@ class PolicySteps:
             self._model, gradients, place=place, dumps=self._dumps, temperature=self._policy.temperature, frozen=frozen
         )
         if sound and not frozen:
-            means = gradients.means
+            entropy, kl = gradients.mean("entropy"), gradients.mean("kl_per_sequence")
             self._controls = self._controls.updated(
-                self._objective, entropy=means["entropy"], kl=means["kl_per_sequence"], num_sequences=gradients.totals.num_trajectories
+                self._objective, entropy=entropy, kl=kl, num_trajectories=gradients.totals.num_trajectories
             )
         return metrics
 
     def _loss(
-        self, micro_batches: Sequence[MicroBatch], totals: StepTotals, data: TokenData
+        self, micro_batches: Sequence[MicroBatch], totals: StepTotals, data: TokenData, expected: Expected | None
     ) -> tuple[Objective, Coefficients, passes.LossFunction]:
         """Return the step's objective, coefficients and loss, after a pass before the step where needed."""
         policy, statistics, entropy = self._policy, None, None
@@ -175,14 +191,14 @@ class PolicySteps:
                 objective,
                 inputs,
                 num_tokens=totals.num_tokens,
-                num_sequences=totals.num_trajectories,
+                num_trajectories=totals.num_trajectories,
                 coefficients=coefficients,
                 sequence_sum=sequence_sum,
                 statistics=statistics,
             )
             # Without predictions the share must still depend on the head, whose gradient other ranks wait for.
             share = output.loss if len(micro_batch.positions) else output.loss + current.log_prob.sum()
-            return share, LossOutput(output.loss.detach(), {**output.metrics, **_differences(inputs, micro_batch, data)})
+            return share, LossOutput(output.loss.detach(), {**output.metrics, **_differences(inputs, micro_batch, data, expected)})
 
         return objective, coefficients, loss
 
@@ -223,14 +239,19 @@ def loss_inputs(
     )
 
 
-def _differences(inputs: LossInputs, micro_batch: MicroBatch, data: TokenData) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return mean |engine - trainer| log-prob of engine tokens, and old - teacher of all."""
+def _differences(
+    inputs: LossInputs, micro_batch: MicroBatch, data: TokenData, expected: Expected | None
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return mean |engine - trainer| log-prob of engine tokens, clipped of those `expected` to agree, and old - teacher of all."""
     assert inputs.old_log_probs is not None, "loss_inputs gives them"
     pairs = {}
     if inputs.rollout_log_probs is not None:
-        generated = micro_batch.pick(data.weight_versions) >= 0
+        versions = micro_batch.pick(data.weight_versions)
         difference = (inputs.rollout_log_probs - inputs.old_log_probs).abs()
-        pairs["log_prob_diff"] = (torch.where(generated, difference, 0.0).sum(), generated.sum())
+        pairs["log_prob_diff"] = (torch.where(versions >= 0, difference, 0.0).sum(), (versions >= 0).sum())
+        if expected is not None:
+            current = versions == expected.version
+            pairs[_CLIPPED] = (torch.where(current, difference.clamp(max=expected.limits.outlier), 0.0).sum(), current.sum())
     if data.teacher_log_probs is not None:
         to_teacher = inputs.old_log_probs - micro_batch.pick(data.teacher_log_probs)
         pairs["teacher_kl"] = (to_teacher.sum(), torch.ones_like(to_teacher).sum())
@@ -272,24 +293,23 @@ def compute_gradients(
     biases = [bias for chunk in model.chunks for _, bias in expert_biases(chunk)]
     before = [bias.clone() for bias in biases]
     reports: list[LossOutput] = passes.forward_backward(model.chunks, waiting.micro_batches, loss, replay=replay, router_step=router_step)
-    finite, means = _measure(reports if place.reports else [], measure, device=waiting.micro_batches[0].input_ids.device)
+    finite, sums = _measure(reports if place.reports else [], measure, device=waiting.micro_batches[0].input_ids.device)
     # megatron-core moves the biases together with its sums of gradients; the biases have to move with the weights.
     moved = [(bias, bias.clone()) for bias in biases]
     for bias, old in zip(biases, before, strict=True):
         bias.copy_(old)
-    return dataclasses.replace(waiting, reports=reports, finite=finite, means=means, moved_biases=moved)
+    return dataclasses.replace(waiting, reports=reports, finite=finite, sums=sums, moved_biases=moved)
 
 
-def _measure(reports: Sequence[LossOutput], names: Sequence[str], *, device: torch.device) -> tuple[bool, dict[str, float | None]]:
-    """Return True when all losses are finite, and the means of the metrics `names`. Collective over all ranks."""
+def _measure(reports: Sequence[LossOutput], names: Sequence[str], *, device: torch.device) -> tuple[bool, dict[str, tuple[float, float]]]:
+    """Return True when all losses are finite, and sums of the metrics `names` with weights. Collective over all ranks."""
     shares = torch.zeros(1 + 2 * len(names), dtype=torch.float64, device=device)
     zero = torch.zeros((), device=device)
     for report in reports:
         pairs = [report.metrics.get(name, (zero, zero)) for name in names]
         shares += torch.stack([(~report.loss.isfinite()).double(), *(value.double() for pair in pairs for value in pair)])
     broken, *sums = sum_over_ranks(shares).tolist()
-    pairs_of = zip(names, sums[::2], sums[1::2], strict=True)
-    return not broken, {name: total / weight if weight else None for name, total, weight in pairs_of}
+    return not broken, dict(zip(names, zip(sums[::2], sums[1::2], strict=True), strict=True))
 
 
 def apply_gradients(

@@ -11,6 +11,7 @@ from megatron.core import parallel_state
 from torch import Tensor, distributed
 
 from megatron_rl.algorithms.objective import Objective
+from megatron_rl.algorithms.rounding_limits import Expected
 from megatron_rl.checkpoints import manifest, training_state
 from megatron_rl.checkpoints.hugging_face import MAX_SHARD_BYTES
 from megatron_rl.checkpoints.saving import HostCopies, PolicyFiles, Saving, StateFiles
@@ -107,7 +108,7 @@ class Trainer:
 
     @classmethod
     def of(cls, settings: Settings, *, rank: int, init_method: str) -> "Trainer":
-        """Return the trainer of a run with the given settings. Raises UserError as the constructor does."""
+        """Return the trainer of a run with these settings. Raises UserError as the constructor."""
         sampling = settings.rollout.sampling
         return cls(
             model=settings.model,
@@ -121,7 +122,7 @@ class Trainer:
         )
 
     def close(self) -> None:
-        """Leave the other ranks, but not a process group made elsewhere. This process can then make another Trainer."""
+        """Leave the other ranks, but no foreign process group; allow another Trainer here."""
         self._let_go_of_state()
         if self._owns_group:
             shutdown()
@@ -135,9 +136,7 @@ class Trainer:
         self.close()
 
     def _let_go_of_state(self) -> None:
-        """Wait until no save reads the trained models: first in every method that changes or moves
-        weights or optimizer state.
-        """
+        """Wait until no save reads the state: first in every method that changes or moves it."""
         if self._saving is not None:
             self._saving.wait_for_copies()
 
@@ -159,10 +158,10 @@ class Trainer:
             return passes.log_probs(policy, micro_batches, num_tokens=num_tokens)
 
     def log_probs(self, batch: TrainBatch, *, reference: bool = False, temperature: float | None = None) -> Floats:
-        """Return log-probs [T], nats, of every token of `batch` given the tokens before; 0 for each sequence's first.
+        """Return log-probs [T], nats, of every token of `batch`; 0 for each sequence's first.
 
-        By the current weights or the initial `reference` ones, at `temperature` or else the
-        trainer's; each data-parallel rank computes a share. Raises UserError for different batches.
+        The weights are the current or the initial `reference` ones, `temperature` by default the
+        trainer's. Each data-parallel rank computes a share. Raises UserError for different batches.
 
         Example: `dataclasses.replace(batch, old_log_probs=trainer.log_probs(batch))` before several
         steps.
@@ -177,9 +176,10 @@ class Trainer:
         return self._log_probs(len(batch.tokens), micro_batches, reference=False, temperature=temperature)
 
     def values(self, batch: TrainBatch) -> Floats:
-        """Return the critic's values [T], reward units, before each token; any number for each sequence's first.
+        """Return the critic's values [T], reward units, before each token.
 
-        Raises UserError without a critic, and when the ranks have different batches.
+        A sequence's first token has any number. Raises UserError without a critic, and when the
+        ranks have different batches.
         """
         if self.critic is None:
             raise UserError("values were asked for, but only objective.advantage.kind gae has a critic; choose it")
@@ -193,12 +193,12 @@ class Trainer:
         return self._micro_batches.of_all_tokens(batch, divided=True)
 
     def train(self, batch: TrainBatch) -> list[dict[str, float]]:
-        """Train on the whole rollout batch, passed by every rank; return metrics of each step, equal on every rank.
+        """Train on a whole batch, passed by every rank; return each step's metrics of all ranks.
 
-        Each of `training.optimizer_steps_per_batch` steps takes a random part of the trajectories.
-        observe/metrics.py gives the metrics' meaning and unit. A non-finite loss or gradient
-        changes no weights and sets `train/skipped_steps`. Raises UserError for a batch that does
-        not fit the objective or differs between ranks.
+        For a loop of your own: a run divides the batch before and calls `train_shard`. Each of
+        `training.optimizer_steps_per_batch` steps takes a random part of the trajectories. A
+        non-finite loss or gradient changes no weights and sets `train/skipped_steps`; see
+        observe/metrics.py. Raises UserError for a batch that misfits or differs between ranks.
 
         Example: `loss = trainer.train(batch)[-1]["train/loss"]`
         """
@@ -208,13 +208,14 @@ class Trainer:
         shards = divide(batch, self._training, seed=self._seed + number)
         return merge_over_ranks(self.train_shard(shards[self.dp_rank]))
 
-    def train_shard(self, shard: Shard) -> list[dict[str, Metric]]:
-        """Train on `shard`, this data-parallel rank's part of a batch; return its share of the metrics of each step."""
+    def train_shard(self, shard: Shard, *, expected: Expected | None = None) -> list[dict[str, Metric]]:
+        """Train on this rank's `shard`; return its share of the metrics. Raises ParityError as `expected`."""
         self._let_go_of_state()
         parts, data = self._prepare(shard)
         metrics = []
-        for part, totals in zip(parts, shard.totals, strict=True):
-            gradients = self._steps.forward_backward(part, totals, data)
+        for number, (part, totals) in enumerate(zip(parts, shard.totals, strict=True)):
+            known = expected if not number or data.old_log_probs is not None else None  # by the engines' weights
+            gradients = self._steps.forward_backward(part, totals, data, expected=known)
             metrics.append({**gradients.metrics, **self._steps.apply(gradients)})
             if self.critic is not None:
                 gradients = self.critic.forward_backward(part, totals, data, number=gradients.number)
@@ -224,13 +225,12 @@ class Trainer:
         return metrics
 
     def forward_backward(self, batch: TrainBatch) -> dict[str, float]:
-        """Compute the objective's gradient over `batch`, one whole step, and change no weights;
-        return metrics of all ranks.
+        """Compute the gradient over `batch`, one whole step; return metrics of all ranks.
 
-        Every rank passes the same batch. Means are over this batch, and advantages are made within
-        it: a part of a larger one brings `advantages`, and `old_log_probs` unless the weights are
-        still the generator's. Raises UserError as `train`, or when a gradient waits for
-        `optimizer_step`.
+        Every rank passes the same batch; no weight changes. Means are over this batch, and
+        advantages are made within it. A part of a larger batch brings `advantages`, and
+        `old_log_probs` unless the weights are still the generator's. Raises UserError as `train`,
+        or when a gradient waits for `optimizer_step`.
 
         Example: `metrics = trainer.forward_backward(batch.select(rows)) | trainer.optimizer_step()`
         """
@@ -248,9 +248,9 @@ class Trainer:
         return merge_over_ranks([metrics])[0]
 
     def optimizer_step(self) -> dict[str, float]:
-        """Update the weights by a finite gradient of `forward_backward`; return its norm, learning rate and skipped steps.
+        """Update the weights by a finite gradient of `forward_backward`; return metrics over ranks.
 
-        The metrics are of all ranks. Raises UserError when no gradient waits.
+        They are norm, learning rate and skipped steps. Raises UserError when no gradient waits.
         """
         if self._waiting is None:
             raise UserError("optimizer_step has no gradient to apply; call forward_backward(batch) first")
@@ -269,7 +269,7 @@ class Trainer:
             )
 
     def _prepare(self, shard: Shard) -> tuple[list[list[MicroBatch]], TokenData]:
-        """Return micro-batches of each step, and token data of the shard. Raises UserError for a misfit."""
+        """Return each step's micro-batches, and the shard's token data. UserError for a misfit."""
         check_fits(shard.batch, self._spec)
         check_batch(self._objective, shard.batch, rewards=shard.all_rewards, trajectory_ids=shard.all_trajectory_ids)
         parts = [self._micro_batches.of_parts(shard.batch, step) for step in shard.steps]
@@ -277,7 +277,8 @@ class Trainer:
         everything = [micro_batch for part in parts for micro_batch in part]
         # All by the models before the first step.
         reference = old = state_values = teacher = None
-        if batch.ref_log_probs is None and self._asks_reference(len(parts)):
+        measures = self._objective.needs_reference or self._steps.num_steps // len(parts) % (self._training.reference_interval or 1) == 0
+        if batch.ref_log_probs is None and self._reference is not None and measures:
             reference = self._log_probs(num_tokens, everything, reference=True)
         if needs_old_log_probs(self._objective, num_steps=len(parts)) and batch.old_log_probs is None:
             old = self._log_probs(num_tokens, everything, reference=False)
@@ -290,21 +291,16 @@ class Trainer:
             kl_reward_coef=self._steps.kl_reward_coef,
         )  # fmt: skip
 
-    def _asks_reference(self, num_steps: int) -> bool:
-        """Return True when the objective or a measurement needs the reference for `num_steps` steps."""
-        if self._reference is None or self._objective.needs_reference:
-            return self._reference is not None
-        return self._steps.num_steps // num_steps % self._training.reference_interval == 0
-
     def trained_models(self) -> dict[str, TrainedModel]:
         """Return the trained models by checkpoint name: `policy` and, for ppo, `critic`."""
         policy = {training_state.POLICY: self._model}
         return policy if self.critic is None else {**policy, "critic": self.critic.model}
 
     def put_away(self, parts: Collection[Part] = PARTS) -> None:
-        """Free the device memory of `parts` of all models, not collectively. Raises UserError while a gradient waits.
+        """Free the device memory of `parts` of all models. Not collective.
 
-        A part already away stays away. `weights` needs the parameters, all else everything.
+        A part already away stays away. `weights` needs the parameters, all else everything. Raises
+        UserError while a gradient waits.
         """
         self._refuse_waiting("put_away")
         self._let_go_of_state()
@@ -317,11 +313,11 @@ class Trainer:
             memory.take_back(parts)
 
     def weights(self, *, receivers: Collection[int] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield the policy's weights by Hugging Face names, one whole tensor at a time, in the model's dtype.
+        """Yield the policy's weights by Hugging Face names, one whole tensor at a time.
 
-        Shapes and names equal the directory written by `save_hf`. Each tensor is gathered on
-        request: every rank takes all tensors. Tied embeddings come once, without the head. Ranks
-        that are no `receivers`, when given, get nothing.
+        Shapes and names equal the directory written by `save_hf`; the dtype is the model's. Each
+        tensor is gathered on request: every rank takes all tensors. Tied embeddings come once,
+        without the head. Ranks that are no `receivers`, when given, get nothing.
 
         Example: `their_model.load_state_dict(dict(trainer.weights()), strict=False)`
         """
@@ -330,15 +326,15 @@ class Trainer:
                 yield from export_hf_weights([chunk.module for chunk in self._model.chunks], self._spec)
 
     def save(self, directory: Path | str) -> None:
-        """Write a checkpoint for `load`: weights, optimizer, schedule, controllers, generators; complete or not at all.
+        """Write a checkpoint for `load`, complete or not at all, to storage shared by all ranks.
 
-        The storage is shared by all ranks. Raises UserError when writing fails, and while a
-        gradient waits.
+        It has weights, optimizer, schedule, controllers and random states. Raises UserError when
+        writing fails, and while a gradient waits.
         """
         Saving(state=self._state_files(Path(directory))).finish()
 
     def begin_save(self, directory: Path | str | None = None, *, hf: Path | str | None = None) -> None:
-        """Save as `save` in `directory` and as `save_hf` in `hf`, but return once planned and gathered.
+        """Save as `save` to `directory` and as `save_hf` to `hf`; return once planned and gathered.
 
         A thread of each rank copies the state to host memory and writes while the training goes on;
         the next call that changes or moves the state waits for the copies alone. A policy of more
@@ -375,12 +371,12 @@ class Trainer:
             saving.finish()
 
     def load(self, directory: Path | str, *, weights_only: bool = False, checked: bool = False) -> tuple[str, ...]:
-        """Continue from a checkpoint of `save`, in any layout; return a sentence for each changed hyperparameter.
+        """Continue from a checkpoint of `save`, in any layout; return a sentence for each change.
 
-        The settings' hyperparameters are taken, and the reference stays the settings' model. With
-        `weights_only` the optimizer starts anew. `checked`, on every rank: all files were already
-        compared with the manifest. A waiting gradient is dropped. Raises UserError when there is no
-        checkpoint, or one with changed files, of another model, or without optimizer state.
+        Changes are of hyperparameters: the settings' are taken. The reference stays the settings'
+        model. With `weights_only` the optimizer starts anew. `checked`, on every rank: all files
+        were compared with the manifest. A waiting gradient is dropped. Raises UserError when there
+        is no checkpoint, or one with changed files, of another model, or without optimizer state.
         """
         self._let_go_of_state()
         self._waiting = None

@@ -1,4 +1,4 @@
-"""The parity gate: engine and trainer must give the same probability to the same tokens, or training is silently off-policy.
+"""The parity gate: engine and trainer have to give the same tokens the same probability.
 
 weights   made up at the start ──► first sync ──► `check_replaced`, and `check_read` against the engine's own reading of model.path
 log-probs `sample_probe` (tokens of every engine) ──► `check_probe` (log-probs of the trainer, judged by `Limits`)
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_rl.algorithms.rounding_limits import Limits
 from megatron_rl.data.batch import batch_from_sequences, with_records
 from megatron_rl.engines.answers import Generation
 from megatron_rl.engines.client import EngineClient
@@ -42,44 +43,6 @@ Checksums = Mapping[str, Mapping[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """Largest |engine - trainer| of sampled tokens by rounding: median and mean in nats, `share` above `outlier` nats.
-
-    A mean counts in float32 alone: elsewhere few tokens at a tie of two experts or two logits decide the mean.
-    """
-
-    median: float
-    outlier: float
-    share: float
-    mean: float = float("inf")
-
-    def __str__(self) -> str:
-        mean = f", a mean of at most {self.mean:.0e}" if self.mean < float("inf") else ""
-        return f"a median of at most {self.median:.0e} nats{mean}, at most {self.share:.0%} above {self.outlier:.0e}"
-
-    @classmethod
-    def of(cls, *, dtype: str, mixture: bool, replays: bool, temperature: float = 1.0, median: float | None = None) -> "Limits":
-        """Return the limits of a model in `dtype`, a `mixture` of experts or not, all scaled to a `median` of one's own.
-
-        A `temperature` below 1 divides the rounding of logits, too.
-        """
-        limits = FLOAT32 if dtype == "float32" else DENSE if not mixture else REPLAYED if replays else ROUTED
-        scale = (1.0 if median is None else median / limits.median) / min(1.0, temperature)
-        return cls(limits.median * scale, limits.outlier * scale, limits.share, limits.mean * scale)
-
-
-FLOAT32 = Limits(median=1e-4, outlier=1e-3, share=0.02, mean=1e-4)
-DENSE = Limits(median=0.04, outlier=0.2, share=0.06)
-REPLAYED = Limits(median=0.05, outlier=0.5, share=0.1)
-ROUTED = Limits(median=0.1, outlier=2.0, share=0.2)
-"""In bfloat16, temperature 1. Published means on sampled tokens of healthy runs: dense 0.005 (32B) and 0.011 (Qwen3-4B, slime with
-SGLang); with routing replay 0.041 (DeepSeek-V4-Flash); without 0.14 to 0.34 (Qwen3-30B-A3B). By Markov's inequality no run of such a
-mean has a larger share of outliers. Medians lie below means: 0.028, 0.015 and 0.021 of random models of 8 layers on a CPU, where means are
-0.034, 0.017 and 0.035.
-"""
-
-
-@dataclass(frozen=True, slots=True)
 class ParityReport:
     """|engine - trainer| over the compared tokens: median, mean and maximum in nats, and the share of outliers of `num_tokens`."""
 
@@ -88,6 +51,23 @@ class ParityReport:
     maximum: float
     outliers: float
     num_tokens: int
+
+    @classmethod
+    def of(cls, engine_T: Floats, trainer_T: Floats, *, outlier: float) -> "ParityReport":
+        """Compare log-probs [T], with differences above `outlier` nats counted."""
+        difference = np.abs(engine_T.astype(np.float64) - trainer_T)
+        return cls(
+            median=float(np.median(difference)),
+            mean=float(difference.mean()),
+            maximum=float(difference.max()),
+            outliers=float((difference > outlier).mean()),
+            num_tokens=len(difference),
+        )
+
+    def within(self, limits: Limits) -> bool:
+        """Return True for finite differences within `limits`."""
+        healthy = self.median <= limits.median and self.mean <= limits.mean and self.outliers <= limits.share
+        return healthy and bool(np.isfinite(self.maximum))
 
     def __str__(self) -> str:
         return (
@@ -98,19 +78,24 @@ class ParityReport:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampledProbe:
-    """Continuations with log-probs from engines, `recorded` with the experts too; `engines` [B] numbers the makers."""
+    """Continuations with log-probs from engines, `recorded` with the experts too; `engines` [B] are the makers' URLs."""
 
     batch: TrainBatch
     recorded: TrainBatch
-    engines: list[int]
+    engines: list[str]
     temperature: float
+
+    def of_engines(self) -> dict[str, Bools]:
+        """Return the mask [T] of each engine's sampled tokens, by URL."""
+        maker_T = np.repeat(self.engines, self.batch.lengths)
+        return {url: self.batch.loss_mask & (maker_T == url) for url in dict.fromkeys(self.engines)}
 
 
 # Weights
 
 
 async def weight_checksums(pool: EnginePool) -> Checksums:
-    """Return the checksums of every member's weights, without members that die meanwhile. Raises EngineError."""
+    """Return the checksums of the weights of members that live on. Raises EngineError."""
     members = pool.membership.members
     answers = await asyncio.gather(*(pool.unless_it_leaves(client, client.checksums()) for client in members))
     return {client.address.url: answer for client, answer in zip(members, answers, strict=True) if answer is not None}
@@ -118,30 +103,30 @@ async def weight_checksums(pool: EnginePool) -> Checksums:
 
 def check_replaced(before: Checksums, after: Checksums) -> None:
     """Raise ParityError where an engine kept a made-up weight from before the first sync."""
-    for url, weights in after.items():
-        kept = [name for name, found in weights.items() if found == before[url].get(name)]
-        _refuse(kept, weights, f"{url} kept weights over the first sync")
+    for url, checksums in after.items():
+        kept = [name for name, found in checksums.items() if found == before[url].get(name)]
+        _refuse(kept, checksums, f"{url} kept weights over the first sync")
 
 
 async def check_read(path: Path, pool: EnginePool, after: Checksums, *, timeout_s: float) -> None:
-    """Let one engine read the checkpoint at `path`, and compare all engines' synced weights with it.
+    """Let one engine read the checkpoint at `path`; compare all engines' synced weights with it.
 
-    Raises ParityError when a weight differs, because of a wrong conversion or a wrong transport; EngineError or
-    DeadlineError when the engine cannot read within `timeout_s` seconds, and has to get the weights once more.
+    Raises ParityError for a weight that differs, by a wrong conversion or transport; EngineError or
+    DeadlineError where the engine, which needs a sync afterwards, cannot read in `timeout_s` seconds.
     """
     reader = pool.membership.members[0]
     await reader.load_weights(path, version=0, timeout_s=timeout_s)
     expected = await reader.checksums()
-    for url, weights in after.items():
-        differing = [name for name in expected if weights.get(name) != expected[name]]
+    for url, checksums in after.items():
+        differing = [name for name in expected if checksums.get(name) != expected[name]]
         _refuse(differing, expected, f"{url} got other bits by the first sync than it reads from {path}")
 
 
-def _refuse(names: Sequence[str], weights: Mapping[str, str], which: str) -> None:
+def _refuse(names: Sequence[str], checksums: Mapping[str, str], which: str) -> None:
     if names:
         named = ", ".join([*names[:NAMED_WEIGHTS], *(["…"] if len(names) > NAMED_WEIGHTS else [])])
         raise ParityError(
-            f"the engine at {which}: {len(names)} of {counted(len(weights), 'weight')}, needs 0: {named};"
+            f"the engine at {which}: {len(names)} of {counted(len(checksums), 'weight')}, needs 0: {named};"
             " usual causes: tied embeddings, a tensor without a rule in the weight table, another release of the engine"
         )
 
@@ -163,7 +148,7 @@ async def sample_probe(prompts: Sequence[Prompt], pool: EnginePool, *, sampling:
         return [generation for answer in answers for generation in answer]
 
     sampled = await asyncio.gather(*(pool.unless_it_leaves(client, continued(client)) for client in members))
-    engines = [number for number, answers in enumerate(sampled) if answers is not None for _ in answers]
+    engines = [client.address.url for client, answers in zip(members, sampled, strict=True) for _ in answers or ()]
     made = [generation for answers in sampled for generation in answers or ()]
     if not made:
         raise EngineError("no engine is left that could sample the parity probe; see the logs of the engines")
@@ -186,10 +171,7 @@ def check_probe(probe: SampledProbe, log_probs: Callable[..., Floats], *, limits
     assert engine_T is not None, "engines return log-probs"
     free_T = log_probs(batch, temperature=probe.temperature)
     trainer_T = log_probs(probe.recorded, temperature=probe.temperature) if replays else free_T
-    maker_T = np.repeat(probe.engines, batch.lengths)
-    reports = [
-        check_parity(engine_T, trainer_T, mask_T=batch.loss_mask & (maker_T == number), limits=limits) for number in set(probe.engines)
-    ]
+    reports = [check_parity(engine_T, trainer_T, mask_T=mask_T, limits=limits) for mask_T in probe.of_engines().values()]
     worst = max(reports, key=lambda report: report.median)
     median, mean, maximum, outliers, _ = astuple(worst)
     values = {"median": median, "mean": mean, "max": maximum, "outliers": outliers}
@@ -198,18 +180,19 @@ def check_probe(probe: SampledProbe, log_probs: Callable[..., Floats], *, limits
     return {f"weights/parity_{name}": Last(value) for name, value in values.items()}
 
 
+def disagreeing(probe: SampledProbe, log_probs: Callable[..., Floats], *, limits: Limits, replays: bool) -> list[str]:
+    """Return the URLs of engines that disagree with the trainer's `log_probs`, as `check_probe` compares them."""
+    engine_T = probe.batch.rollout_log_probs
+    assert engine_T is not None, "engines return log-probs"
+    trainer_T = log_probs(probe.recorded if replays else probe.batch, temperature=probe.temperature)
+    masks = probe.of_engines().items()
+    return [url for url, mask in masks if not ParityReport.of(engine_T[mask], trainer_T[mask], outlier=limits.outlier).within(limits)]
+
+
 def check_parity(engine_T: Floats, trainer_T: Floats, *, mask_T: Bools, limits: Limits) -> ParityReport:
     """Compare log-probs [T] where the mask [T] is True. Raises ParityError for differences not finite or over `limits`."""
-    difference = np.abs(engine_T[mask_T].astype(np.float64) - trainer_T[mask_T])
-    report = ParityReport(
-        median=float(np.median(difference)),
-        mean=float(difference.mean()),
-        maximum=float(difference.max()),
-        outliers=float((difference > limits.outlier).mean()),
-        num_tokens=len(difference),
-    )
-    healthy = report.median <= limits.median and report.mean <= limits.mean and report.outliers <= limits.share
-    if not (healthy and np.isfinite(report.maximum)):
+    report = ParityReport.of(engine_T[mask_T], trainer_T[mask_T], outlier=limits.outlier)
+    if not report.within(limits):
         raise ParityError(
             f"engine and trainer disagree about the tokens that the engine sampled: {report}; needs {limits};"
             f" usual causes: {'; '.join(CAUSES)}; set weights.parity_threshold (a median, in nats) only if the difference is explained"

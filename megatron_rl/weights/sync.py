@@ -54,18 +54,17 @@ class Connection:
 
 
 class WeightSync:
-    """Syncs of the members of `pool` with the trainer's `ranks`, each at most `timeout_s` seconds with all repetitions.
+    """Syncs of the `pool`'s members with the trainer's `ranks`, each within `timeout_s` seconds.
 
-    After a new epoch of the membership the transport is closed at both ends and a new one made for the present
-    members, before anything is sent: the sync does not wait for an engine that left, and an engine that joined gets
-    the weights. The pool may give requests to an engine only after the engine got and confirmed the weights
-    (`EnginePool.admit`). An engine that joins during a sync counts from the next sync on.
+    When the membership has changed, a new transport connects the present members before anything is
+    sent. So no sync waits for an engine that left, and one that joined gets the weights. An engine
+    gets requests only after it confirmed the weights (`EnginePool.admit`). One that joins during a
+    sync takes part from the next on.
 
-    When a sync fails and a dead member leaves, the others get the same version once more from the start, over a new
-    transport; an engine with a part of the weights stays paused until it has all. A sync fails nevertheless where
-    the last engine dies, and where one dies during the joining of a process group, because all join or none. NCCL's
-    behaviour is not known here: engines that wait on their GPUs for the dead one are out of reach of calls, so the
-    deadline may end the sync. With disk and ipc no engine waits for another.
+    When a member dies during a sync, the others get the version again from the start, over a new
+    transport; an engine with a part of the weights stays paused. A sync fails when the last engine
+    dies, or one during the joining of a process group. NCCL is not tried yet: there a deadline may
+    end the sync, as engines wait on their GPUs for the dead one. With disk and ipc none waits.
     """
 
     def __init__(self, make_transport: MakeTransport, *, ranks: Ranks, pool: EnginePool, timeout_s: float) -> None:
@@ -84,8 +83,8 @@ class WeightSync:
     async def run(self, *, version: int) -> dict[str, Metric]:
         """Give every member the trainer's current weights as `version`.
 
-        Raises EngineError when an engine failed, or serves another version afterwards, or there is none, and
-        DeadlineError, with the names of who is missing, when the sync took too long.
+        Raises EngineError when an engine failed, or serves another version then, or none is left,
+        and DeadlineError, with the names of the missing, when the sync took too long.
         """
         deadline, everywhere = self._deadline(), False
         while not everywhere:
@@ -97,7 +96,7 @@ class WeightSync:
         return {"weights/version": Last(version), "weights/bytes": Sum(num_bytes)}
 
     async def _deliver(self, connection: Connection, *, version: int, deadline: float) -> bool:
-        """Return True when every member serves the weights, False when one died and no work of this attempt goes on."""
+        """Return True when every member serves the weights, False when one died and all ended."""
         transport, members = connection.transport, connection.membership.members
         sending = _named(self._ranks.begin_send(version=version))
         receiving: dict[EngineClient, asyncio.Future[None]] = {}
@@ -131,7 +130,7 @@ class WeightSync:
         return asyncio.get_running_loop().time() + self._timeout_s
 
     async def _connect(self, deadline: float) -> Connection:
-        """The connection to the present members."""
+        """Return the connection to the present members, a new one where they have changed."""
         if self._connection is not None and self._connection.membership.epoch == self._pool.membership.epoch:
             return self._connection
         await self._disconnect(deadline)
@@ -162,8 +161,8 @@ class WeightSync:
     ) -> None:
         """Wait until all work of a failed sync has ended, and close both ends.
 
-        In a process group each end waits for the other: the ranks' sending ends when all engines that take no more
-        have left, and the engines' receiving ends when the ranks have closed their end.
+        In a process group each end waits for the other: ranks stop sending when all engines that
+        take no more have left, and engines stop receiving when the ranks have closed their end.
         """
         connection, self._connection = self._connection, None
         assert connection is not None, "something was sent"
@@ -182,7 +181,7 @@ class WeightSync:
             _end(parting.values())
 
     async def _all_of(self, works: Mapping[str, Awaitable[Any]], *, what: str, deadline: float) -> list[Any]:
-        """The results of all; the first failure, or `deadline`, a time of the loop's clock, cancels what still runs."""
+        """Return all results. A failure, or `deadline` on the loop's clock, cancels the others."""
         tasks = {name: asyncio.ensure_future(work) for name, work in works.items()}
         try:
             left_s = max(0.0, deadline - asyncio.get_running_loop().time())

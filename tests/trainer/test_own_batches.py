@@ -246,6 +246,12 @@ def test_values_come_back_as_a_batch_takes_them(make: Make) -> None:
             {"rewards": REWARDS},
             "rollout_log_probs is None",
         ),
+        (Objective(proximal="rollout"), {"rewards": REWARDS}, "proximal rollout compares .*rollout_log_probs is None"),
+        (
+            Objective(proximal="rollout"),
+            {"rewards": REWARDS, **{name: [np.zeros(len(ids)) for ids in RESPONSES] for name in ("rollout_log_probs", "old_log_probs")}},
+            "old_log_probs has no effect with objective.proximal rollout",
+        ),
         (Objective(), {}, "5 of 5 sequences have no finite reward"),
         (Objective(), {"rewards": [1, 0, np.nan, 1, 1]}, "1 of 5 sequences have no finite reward"),
     ],

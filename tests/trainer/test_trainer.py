@@ -13,12 +13,13 @@ import torch
 from safetensors.numpy import load_file
 
 from megatron_rl.algorithms import head_statistics
+from megatron_rl.algorithms.rounding_limits import Expected, Limits
 from megatron_rl.data.packing import make_shards
-from megatron_rl.errors import UserError
-from megatron_rl.observe.metrics import check_metrics
+from megatron_rl.errors import ParityError, UserError
+from megatron_rl.observe.metrics import Metric, check_metrics
 from megatron_rl.training.resting import RestingWeights
 from megatron_rl.training.trainer import Trainer
-from megatron_rl.types import TrainBatch
+from megatron_rl.types import Shard, TrainBatch
 
 SUPERVISED = {"policy_loss": "sft", "aggregation": "token_mean"}
 OPTIMIZER = {"lr": 1e-3, "clip_grad": 0.5, "weight_decay": 0.1, "adam_eps": 1e-6}
@@ -320,3 +321,57 @@ def test_a_pass_before_the_step_returns_to_its_micro_batch(make_trainer: MakeTra
     for many, one in zip(*results, strict=True):
         for name in many.keys() - {"train/num_micro_batches"}:
             assert many[name] == pytest.approx(one[name], rel=1e-3, abs=1e-5), name
+
+
+def agreeing(trainer: Trainer, batch: TrainBatch, *, version: int, changed: dict[int, float], rows: set[int] | None = None) -> TrainBatch:
+    """The batch with log-probs of `trainer` by weights of `version`; tokens that have an id in `changed` have more, in `rows` alone."""
+    row_of = np.repeat(np.arange(batch.num_sequences), batch.lengths)
+    added = np.select([batch.tokens == token for token in changed], list(changed.values()), 0.0) if changed else np.zeros(len(batch.tokens))
+    added[~batch.loss_mask | (False if rows is None else ~np.isin(row_of, list(rows)))] = 0.0
+    log_probs = np.where(batch.loss_mask, trainer.log_probs(batch) + added, 0.0)
+    versions = np.where(batch.loss_mask, version, -1)
+    return replace(batch, rollout_log_probs=log_probs.astype(np.float32), weight_versions=versions)
+
+
+def test_no_step_is_made_on_log_probs_other_than_expected(make_trainer: MakeTrainer, tiny_model: Callable[..., Path]) -> None:
+    trainer = make_trainer(tiny_model())
+    expected = Expected(version=4, limits=Limits(median=0.01, outlier=0.5, share=0.02))
+
+    def trained(batch: TrainBatch) -> list[dict[str, Metric]]:
+        shard = make_shards(batch, dp=1, optimizer_steps=1, max_tokens_per_micro_batch=12, seed=0)[0]
+        return trainer.train_shard(shard, expected=expected)
+
+    # Of 17 tokens nine are cut off at 0.5, and one is 0.3 off.
+    wrong = agreeing(trainer, make_batch(ROWS), version=4, changed={4: 8.0, 17: -3.0, 7: 1.0, 8: 2.0, 9: 1.0, 10: 9.0, 11: 0.3})
+    with pytest.raises(ParityError, match=r"step 5: .*over 17 tokens of weight version 4, .* is 2\.8e-01 nats, needs at most 2\.6e-01"):
+        trained(wrong)
+    # Tokens of older weights stop nothing, and those within the limits neither.
+    old = replace(wrong, weight_versions=np.where(wrong.loss_mask, np.where(wrong.tokens == 30, 4, 3), -1))
+    assert trained(old)[0]["train/log_prob_diff_clipped"].value == pytest.approx(0.0, abs=1e-5), "of the one token that is not older"
+    few = agreeing(trainer, make_batch(ROWS), version=4, changed={4: 8.0, 11: 0.25})
+    assert trained(few)[0]["train/log_prob_diff_clipped"].value == pytest.approx((3 * 0.5 + 0.25) / 17, rel=1e-4)
+
+
+def test_a_later_step_of_a_batch_is_held_against_the_weights_before(make_trainer: MakeTrainer, tiny_model: Callable[..., Path]) -> None:
+    path = tiny_model()
+    trainer = make_trainer(path, optimizer={**OPTIMIZER, "lr": 0.1})
+    expected = Expected(version=0, limits=Limits(median=1e-4, outlier=1e-3, share=0.0))
+
+    def shard_of(batch: TrainBatch) -> Shard:
+        return make_shards(batch, dp=1, optimizer_steps=2, max_tokens_per_micro_batch=12, seed=0)[0]
+
+    batch = make_batch([[3, 9, *range(4, 24)], [8, 2, *range(4, 24)], [5, 6, *range(4, 24)], [1, 2, *range(4, 24)]])
+    right = trainer.train_shard(shard_of(agreeing(trainer, batch, version=0, changed={})), expected=expected)
+    assert [step["train/skipped_steps"].value for step in right] == [0, 0], "the first step moves the second one's log-probs"
+    shard = shard_of(batch)
+    second = {int(shard.rows[row]) for rows in shard.steps[1] for row in rows}
+    assert len(second) == 2
+    free = make_trainer(path, {"proximal": "rollout"}, optimizer={**OPTIMIZER, "lr": 0.1})
+    steps = free.train_shard(shard_of(agreeing(free, batch, version=0, changed={})), expected=expected)
+    assert "train/log_prob_diff_clipped" not in steps[1], "nobody knows its log-probs before the first step"
+    trainer = make_trainer(path, optimizer={**OPTIMIZER, "lr": 0.1})
+    before = weights_of(trainer)
+    wrong = agreeing(trainer, batch, version=0, changed=dict.fromkeys(range(4, 16), 2.0), rows=second)
+    with pytest.raises(ParityError, match="over 40 tokens of weight version 0"):
+        trainer.train_shard(shard_of(wrong), expected=expected)
+    assert any(not torch.equal(tensor, before[name]) for name, tensor in weights_of(trainer).items()), "the first step was right"

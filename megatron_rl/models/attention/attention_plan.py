@@ -142,18 +142,6 @@ def _windowed(parts: Iterable[Part], window: int, device: torch.device) -> Itera
             yield Part(block.shape[1], len(keys), (keys <= queries) & (keys > queries - window), block, first)
 
 
-def local_positions(cu_seqlens: Ints, *, cp_size: int = 1, cp_rank: int = 0) -> Ints:
-    """Return the position in its sequence of each token of a context parallel rank, [T]."""
-    lengths: Ints = np.diff(np.asarray(cu_seqlens, np.int64)).astype(np.int64)
-    local = lengths // cp_size
-    position = np.arange(local.sum()) - np.repeat(np.cumsum(local) - local, local)
-    if cp_size == 1:
-        return position
-    chunk = np.repeat(local // 2, local)
-    second = position >= chunk
-    return np.where(second, position - chunk + (2 * cp_size - 1 - cp_rank) * chunk, position + cp_rank * chunk)
-
-
 def _similar_lengths(lengths: Ints) -> list[Ints]:
     """Group rows whose lengths differ by at most an eighth, or by four tokens."""
     order = np.argsort(-lengths, kind="stable")

@@ -9,19 +9,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megatron_rl.models.attention.attention_plan import AttentionPlan, Bucket, Part
 from megatron_rl.models.attention.rotary import RotarySpec, rotate
-from megatron_rl.models.norms import split_parameter
+from megatron_rl.models.norms import SplitModule, split_parameter
 from megatron_rl.models.packed_sequences import PackedSequences
 
 # Up to this many keys two batched matrix products and a softmax beat the fused CPU kernel: its
@@ -29,7 +27,7 @@ from megatron_rl.models.packed_sequences import PackedSequences
 _SHORT_KEYS = 64
 
 
-class PackedAttention(MegatronModule):
+class PackedAttention(SplitModule, MegatronModule):
     """Core attention of a layer: causal, grouped queries, packed sequences, rotation.
 
     Latent attention, recognised by its number of key channels (`k_channels`), rotates a part of the
@@ -64,14 +62,6 @@ class PackedAttention(MegatronModule):
         if config.softmax_type == "learnable":
             # The logits of the sinks [H], under megatron-core's name for sinks.
             self.softmax_offset = split_parameter(config, pg_collection.tp, config.num_attention_heads, value=0.0)
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: dict[str, Any] | None = None
-    ) -> ShardedStateDict:
-        """Return megatron-core's checkpoint entry, with sinks split over tensor parallel ranks."""
-        state = self.state_dict(prefix="", keep_vars=True)
-        sharded: ShardedStateDict = make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets)
-        return sharded
 
     def forward(
         self,

@@ -88,8 +88,8 @@ def check_routing(config: TransformerConfig) -> None:
 def balance_coefficient(config: TransformerConfig) -> float:
     """Return the coefficient of the sequence-wise loss. Raises UserError for other losses."""
     kinds, coefs = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
-    lengths = [len(value) if isinstance(value, list) else None for value in (kinds, coefs)]
-    if lengths[0] != lengths[1]:
+    num_given = [len(value) if isinstance(value, list) else None for value in (kinds, coefs)]
+    if num_given[0] != num_given[1]:
         raise UserError(
             f"model.megatron.moe_aux_loss_coeff is {coefs} for moe_router_load_balancing_type {kinds!r}; give a number for each kind"
         )

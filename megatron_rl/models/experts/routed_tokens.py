@@ -51,30 +51,30 @@ class RoutedTokens:
         return self.sequence_index >= 0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class AuxiliaryLosses:
-    """Coefficients of the routers' own losses and the step's denominators.
-
-    The loss of a layer is `balance_coef` times the mean over the step's `num_sequences` B sequences of the sequence-wise balance loss,
-    plus `z_coef` times the mean over their `num_tokens` N tokens, prompts included, of the squared log-sum-exp of the router's logits.
-    """
-
-    num_sequences: int
-    num_tokens: int
-    balance_coef: float = 0.0
-    z_coef: float = 0.0
-
-
 class RouterStep:
     """Counts and auxiliary losses of this rank's routers in one optimizer step.
 
     The losses add to the step's gradient. A router reports a call in the training forward with
     gradients. Under activation recompute this is the second run of a layer, so every token is
     counted once.
+
+    The loss of a layer is `balance_coef` times the mean over the step's `num_sequences` B sequences of the sequence-wise balance loss,
+    plus `z_coef` times the mean over their `num_tokens` N tokens, prompts included, of the squared log-sum-exp of the router's logits.
     """
 
-    def __init__(self, losses: AuxiliaryLosses, *, num_layers: int, num_experts: int, device: torch.device) -> None:
-        self.losses = losses
+    def __init__(
+        self,
+        *,
+        num_sequences: int,
+        num_tokens: int,
+        balance_coef: float,
+        z_coef: float,
+        num_layers: int,
+        num_experts: int,
+        device: torch.device,
+    ) -> None:
+        self.num_sequences, self.num_tokens = num_sequences, num_tokens
+        self.balance_coef, self.z_coef = balance_coef, z_coef
         self._table = torch.zeros(num_layers, num_experts + _NUM_EXTRA, dtype=torch.float64, device=device)
 
     def count(self, layer: int, *, load: Tensor, replayed: Tensor, changed: Tensor) -> None:
@@ -85,7 +85,7 @@ class RouterStep:
 
     def attach(self, probabilities: Tensor, *, layer: int, balance: Tensor | None, z_loss: Tensor | None) -> Tensor:
         """Return `probabilities` [n, E] with this rank's shares of losses in the backward."""
-        for column, coef, share in ((_BALANCE_LOSS, self.losses.balance_coef, balance), (_Z_LOSS, self.losses.z_coef, z_loss)):
+        for column, coef, share in ((_BALANCE_LOSS, self.balance_coef, balance), (_Z_LOSS, self.z_coef, z_loss)):
             if share is not None:
                 self._table[layer, column] += share.detach()
                 probabilities = _AlsoDescend.apply(probabilities, coef * share)
@@ -98,8 +98,8 @@ class RouterStep:
             load=table[:, :-_NUM_EXTRA],
             replayed=float(table[:, _REPLAYED].sum()),
             changed=float(table[:, _CHANGED].sum()),
-            balance_loss=float(table[:, _BALANCE_LOSS].mean()),
-            z_loss=float(table[:, _Z_LOSS].mean()),
+            balance_loss=float(table[:, _BALANCE_LOSS].mean()) if self.balance_coef else None,
+            z_loss=float(table[:, _Z_LOSS].mean()) if self.z_coef else None,
         )
 
 
@@ -108,14 +108,14 @@ class RouterReport:
     """Results of all ranks' routers in one optimizer step.
 
     `load` [L, E] tokens given to each expert. `replayed` and `changed` count (token, layer) pairs.
-    The losses are means over layers, without their coefficients.
+    The losses are means over layers, without their coefficients; None without a coefficient.
     """
 
     load: Tensor
     replayed: float
     changed: float
-    balance_loss: float
-    z_loss: float
+    balance_loss: float | None
+    z_loss: float | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

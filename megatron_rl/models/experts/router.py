@@ -79,14 +79,14 @@ class PackedRouter(TopKRouter):
             step.count(self._layer, load=load, replayed=replayed, changed=changed)
 
     def _attach_losses(self, step: RouterStep, tokens: RoutedTokens, logits: Tensor, probabilities: Tensor) -> Tensor:
-        losses, balance, squares = step.losses, None, None
-        if losses.balance_coef:
+        balance = squares = None
+        if step.balance_coef:
             # Without sequence parallelism the tensor-parallel ranks hold the same tokens.
             group = self.tp_cp_group if self.config.sequence_parallel else self.cp_group
             scores = _normalised_scores(logits, self.score_function)
-            balance = balance_loss(scores, tokens, top_k=self.topk, num_sequences=losses.num_sequences, group=group)
-        if losses.z_coef:
-            squares = z_loss(logits.float(), tokens, num_tokens=losses.num_tokens)
+            balance = balance_loss(scores, tokens, top_k=self.topk, num_sequences=step.num_sequences, group=group)
+        if step.z_coef:
+            squares = z_loss(logits.float(), tokens, num_tokens=step.num_tokens)
         return step.attach(probabilities, layer=self._layer, balance=balance, z_loss=squares)
 
 

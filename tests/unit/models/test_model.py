@@ -19,7 +19,6 @@ from megatron_rl.errors import UserError
 from megatron_rl.models.build import build_model, forward_selected
 from megatron_rl.models.families import family_table
 from megatron_rl.models.hf_weights import export_hf_weights
-from megatron_rl.models.language_model_head import TokenQuestion
 from megatron_rl.models.megatron_config import transformer_config
 from megatron_rl.models.packed_sequences import packed_sequences
 from megatron_rl.models.read_spec import read_model_spec
@@ -195,12 +194,12 @@ def test_chosen_positions_get_the_same_logits(tiny_model, one_rank):
     whole = model(input_ids, packed.positions[None], None, packed_seq_params=packed)
     hidden = forward_selected(model, input_ids, packed.positions[None], packed, positions)
     targets = torch.tensor([3, 1, 31, 0, 7])
-    chosen = model.token_statistics(hidden, TokenQuestion(targets, temperature=0.7, vocab_size=spec.vocab_size)).log_prob
+    chosen = model.token_statistics(hidden, targets=targets, temperature=0.7, vocab_size=spec.vocab_size).log_prob
     expected = (whole[0, positions] / 0.7).log_softmax(-1)[torch.arange(5), targets]
     torch.testing.assert_close(chosen, expected, rtol=0, atol=1e-6)
     nothing = forward_selected(model, input_ids, packed.positions[None], packed, positions[:0])
     assert nothing.shape == (0, 64)
-    none = model.token_statistics(nothing, TokenQuestion(targets[:0], temperature=0.7, vocab_size=spec.vocab_size))
+    none = model.token_statistics(nothing, targets=targets[:0], temperature=0.7, vocab_size=spec.vocab_size)
     (none.log_prob.sum() + nothing.sum()).backward()
     assert all(parameter.grad is not None for parameter in model.parameters()), "every parameter needs a gradient, also without a token"
 

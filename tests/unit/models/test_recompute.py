@@ -12,7 +12,6 @@ from megatron_rl.checkpoints.stored_weights import load_hf_weights
 from megatron_rl.config.settings import TopologySettings
 from megatron_rl.errors import UserError
 from megatron_rl.models.build import PolicyModel, build_model, forward_selected
-from megatron_rl.models.language_model_head import TokenQuestion
 from megatron_rl.models.megatron_config import transformer_config
 from megatron_rl.models.packed_sequences import packed_sequences
 from megatron_rl.models.read_spec import read_model_spec
@@ -53,7 +52,7 @@ def gradients(path: Path, overrides: dict[str, Any], watched: str) -> tuple[dict
     input_ids = torch.randint(1, 32, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(1))
     positions = torch.tensor([0, 5, 30, 70, 98, 102])
     hidden = forward_selected(model, input_ids, packed.positions[None], packed, positions)
-    statistics = model.token_statistics(hidden, TokenQuestion(input_ids[0, positions - 1], temperature=1.0, vocab_size=32))
+    statistics = model.token_statistics(hidden, targets=input_ids[0, positions - 1], temperature=1.0, vocab_size=32)
     statistics.log_prob.sum().backward()
     found = {}
     for name, parameter in model.named_parameters():

@@ -1,5 +1,6 @@
 """Advantages and masks as token-aligned arrays, against loops over sequences."""
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -103,6 +104,21 @@ def test_old_log_probs_are_needed_for_steps_or_a_kl_in_rewards() -> None:
     with_kl = Objective.of(kl_reward={"coef": 0.1}, advantage={"kind": "reinforce_plus_plus"})
     assert needs_old_log_probs(with_kl, num_steps=1)
     assert not needs_old_log_probs(Objective.of(policy_loss="sft"), num_steps=2)
+
+
+@pytest.mark.parametrize("proximal", ["interpolated", "rollout"])
+def test_no_pass_is_made_for_a_proximal_policy_of_rollouts(shards: tuple[Shard, ...], proximal: str) -> None:
+    weights = {"off_policy": {"mode": "truncate", "high": 2.0}} if proximal == "interpolated" else {}
+    objective = Objective.of(proximal=proximal, **weights)
+    assert not needs_old_log_probs(objective, num_steps=4)
+    versions = np.arange(sum(LENGTHS)) % 5 - 1
+    batch = dataclasses.replace(make_two_groups()[0].batch.select(np.array([0])), version=3)
+    batch = dataclasses.replace(batch, weight_versions=versions[: len(batch.tokens)])
+    data = make_token_data(objective, dataclasses.replace(shards[0], batch=batch, rows=np.array([0])), old=None, reference=None)
+    ages = {-1: 1.0, 0: 2 / 3, 1: 1 / 2, 2: 0.0, 3: 0.0} if proximal == "interpolated" else {-1: 1.0}
+    assert data.current_share is not None and data.current_share.dtype == np.float32
+    np.testing.assert_allclose(data.current_share, [ages.get(int(version), 0.0) for version in batch.weight_versions], rtol=1e-6)
+    assert make_token_data(Objective(), shards[0], old=None, reference=None).current_share is None
 
 
 REMAX = Objective.of(advantage={"kind": "remax"})

@@ -58,6 +58,7 @@ CHANGED: dict[str, Any] = {
     "advantage.reward_weights": [2.0, 0.5, 0.0],
     "advantage.value_clip": 0.05,
     "off_policy": {"mode": "truncate", "high": 1.05},
+    "proximal": "interpolated",
     "off_policy.mode": "truncate",
     "off_policy.level": "geometric",
     "off_policy.low": 0.9,
@@ -129,6 +130,7 @@ def chosen(path: str, kind: str | None) -> list[dict[str, Any]]:
         "kl_reward": [
             {"advantage": {"kind": kind}, **({"kl_reward": _KL} if "." in path else {})} for kind in ("gae", "reinforce_plus_plus")
         ],
+        "proximal": [{"off_policy": {"mode": "truncate", "high": 3.0}}],
         "off_policy": [{"off_policy": {"mode": "mask", "low": 0.7, "high": 1.1}}] if "." in path else [{}],
     }.get(section, [{}])
 
@@ -172,7 +174,7 @@ def outcome(objective: Objective) -> list[np.ndarray]:
         loss = present.policy_loss
         found.append(np.array(loss.high if objective.adapts_clip_high and isinstance(loss, Clip) else coefficients.entropy))
         if number > 1:
-            state = state.updated(objective, entropy=entropy, kl=None, num_sequences=len(LENGTHS))
+            state = state.updated(objective, entropy=entropy, kl=None, num_trajectories=len(LENGTHS))
             continue
         data = make_token_data(
             objective,
@@ -192,6 +194,8 @@ def outcome(objective: Objective) -> list[np.ndarray]:
             "advantages": torch.from_numpy(data.advantages).double(),
             "token_keys": torch.from_numpy(data.token_keys),
         }
+        if data.current_share is not None:
+            tokens["current_share"] = torch.from_numpy(data.current_share).double()
         if data.kl_mask is not None:
             tokens["kl_mask"] = torch.from_numpy(data.kl_mask)
         step = Step(lengths=tuple(batch.lengths.tolist()), loss_mask=torch.from_numpy(batch.loss_mask.copy()), tokens=tokens)
@@ -205,7 +209,7 @@ def outcome(objective: Objective) -> list[np.ndarray]:
         if objective.has_critic:
             found += _critic(objective, step, data)
         kl = result.metrics.get("kl_per_sequence")
-        state = state.updated(objective, entropy=entropy, kl=kl, num_sequences=len(LENGTHS))
+        state = state.updated(objective, entropy=entropy, kl=kl, num_trajectories=len(LENGTHS))
     return [*found, *_dropped(objective)]
 
 

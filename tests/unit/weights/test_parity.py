@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_rl.algorithms.rounding_limits import DENSE, FLOAT32, REPLAYED, ROUTED, Limits
 from megatron_rl.engines import engine_pool
 from megatron_rl.engines.answers import Generation
 from megatron_rl.engines.engine import EngineAddress
@@ -15,17 +16,13 @@ from megatron_rl.errors import EngineError, ParityError
 from megatron_rl.observe.metrics import metric_values
 from megatron_rl.types import Floats, Ints, Prompt, StopReason, TrainBatch
 from megatron_rl.weights.parity import (
-    DENSE,
-    FLOAT32,
     PROBE_SAMPLES,
-    REPLAYED,
-    ROUTED,
-    Limits,
     SampledProbe,
     check_parity,
     check_probe,
     check_read,
     check_replaced,
+    disagreeing,
     sample_probe,
     weight_checksums,
 )
@@ -145,6 +142,13 @@ def test_with_replay_the_trainer_takes_each_engine_s_experts() -> None:
     assert values["weights/parity_mean_without_replay"] == pytest.approx(0.25)
     with pytest.raises(ParityError):
         check_probe(probe, log_probs, limits=FLOAT32, replays=False)
+
+
+def test_the_engines_that_disagree_are_named() -> None:
+    clients = Client(), Client(wrong_by=2e-4), Client()
+    assert disagreeing(sampled_by(*clients), by_trainer, limits=FLOAT32, replays=False) == [clients[1].address.url]
+    probe, log_probs = sampled_by(Client(expert=3)), partial(by_trainer, off_expert_3=0.25)
+    assert [len(disagreeing(probe, log_probs, limits=FLOAT32, replays=replays)) for replays in (True, False)] == [0, 1]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_rl.models.experts.moe_fields import num_mixture_layers
-from megatron_rl.models.experts.routed_tokens import AuxiliaryLosses, RoutedTokens, RouterStep
+from megatron_rl.models.experts.routed_tokens import RoutedTokens, RouterStep
 
 
 def test_each_tensor_parallel_rank_gets_its_own_tokens() -> None:
@@ -30,8 +30,8 @@ def test_each_tensor_parallel_rank_gets_its_own_tokens() -> None:
 
 
 def test_calls_of_a_layer_add_up_and_layers_stay_apart() -> None:
-    losses = AuxiliaryLosses(num_sequences=3, num_tokens=9, balance_coef=0.5, z_coef=0.1)
-    step = RouterStep(losses, num_layers=2, num_experts=3, device=torch.device("cpu"))
+    losses = {"num_sequences": 3, "num_tokens": 9, "balance_coef": 0.5, "z_coef": 0.1}
+    step = RouterStep(**losses, num_layers=2, num_experts=3, device=torch.device("cpu"))
     for layer, load, replayed, changed in ((0, (1, 2, 3), 3, 2), (1, (6, 0, 0), 1, 1), (0, (0, 4, 0), 2, 1)):
         step.count(layer, load=torch.tensor(load), replayed=torch.tensor(replayed), changed=torch.tensor(changed))
     probabilities = torch.ones(2, 3, requires_grad=True)

@@ -12,7 +12,7 @@ from megatron_rl.checkpoints.stored_weights import load_hf_weights
 from megatron_rl.config.settings import TopologySettings
 from megatron_rl.errors import UserError
 from megatron_rl.models.build import build_model
-from megatron_rl.models.experts.routed_tokens import AuxiliaryLosses, RoutedTokens, RouterStep, Routing
+from megatron_rl.models.experts.routed_tokens import RoutedTokens, RouterStep, Routing
 from megatron_rl.models.experts.router import PackedRouter
 from megatron_rl.models.megatron_config import transformer_config
 from megatron_rl.models.packed_sequences import packed_sequences
@@ -57,8 +57,8 @@ def tokens_of(lengths=LENGTHS, counted=COUNTED, padding: int = NUM_PADDING, **re
 
 def make_step(*, layers: int = 1, balance: float = 0.0, z: float = 0.0) -> RouterStep:
     """A step of 7 sequences and 50 tokens, of which the micro-batch at hand is a part."""
-    losses = AuxiliaryLosses(num_sequences=7, num_tokens=50, balance_coef=balance, z_coef=z)
-    return RouterStep(losses, num_layers=layers, num_experts=6, device=torch.device("cpu"))
+    losses = {"num_sequences": 7, "num_tokens": 50, "balance_coef": balance, "z_coef": z}
+    return RouterStep(**losses, num_layers=layers, num_experts=6, device=torch.device("cpu"))
 
 
 def hidden_states(seed: int = 3) -> Tensor:
