@@ -15,7 +15,7 @@ def rollout_metrics(groups: Sequence[Group], *, version: int) -> dict[str, Metri
     Rewards, truncations and aborts count trajectories; lengths and versions count samples.
     """
     samples = [sample for group in groups for sample in group.samples]
-    attempts = [attempt for group in groups for attempt in trajectories(group.samples)]
+    all_parts = [parts for group in groups for parts in trajectories(group.samples)]
     lengths = [len(sample.response_ids) for sample in samples]
     num_tokens = sum(lengths)
     ages = np.concatenate([np.empty(0, np.int64), *(version - sample.weight_versions[sample.weight_versions >= 0] for sample in samples)])
@@ -25,35 +25,52 @@ def rollout_metrics(groups: Sequence[Group], *, version: int) -> dict[str, Metri
         "rollout/response_length": Mean(num_tokens, len(samples)),
         "rollout/response_length_max": Max(max(lengths, default=0)),
         "rollout/prompt_length": Mean(sum(len(group.prompt.token_ids) for group in groups), len(groups)),
-        "rollout/truncated_fraction": _share(attempts, StopReason.LENGTH),
-        "rollout/aborted_fraction": _share(attempts, StopReason.ABORT),
+        "rollout/truncated_fraction": _share(all_parts, StopReason.LENGTH),
+        "rollout/aborted_fraction": _share(all_parts, StopReason.ABORT),
         "rollout/zero_variance_fraction": Mean(sum(has_one_reward(group) for group in groups), len(groups)),
-        **_zero_variance_by_reward(groups),
     }
+    # All failed and all solved need opposite cures.
+    counts = Counter(f"{value:.1f}" for group in groups if has_one_reward(group) for value in _rewards(group))
+    metrics |= {f"rollout/zero_variance_fraction/{name}": Mean(count, len(groups)) for name, count in sorted(counts.items())}
     if len(ages):
         metrics |= {"rollout/staleness": Mean(float(ages.sum()), len(ages)), "rollout/staleness_max": Max(float(ages.max()))}
         metrics |= _shares_by_age(ages)
         mixed = [len(np.unique(sample.weight_versions[sample.weight_versions >= 0])) > 1 for sample in samples]
         metrics["rollout/mixed_versions_fraction"] = Mean(sum(mixed), len(samples))
-    metrics |= _turn_metrics(attempts)
-    if len(attempts) < len(samples):
-        metrics["rollout/samples_per_trajectory"] = Mean(len(samples), len(attempts))
-    return metrics | _reward_metrics([attempt[-1] for attempt in attempts])
+    metrics |= _turn_metrics(all_parts)
+    if len(all_parts) < len(samples):
+        metrics["rollout/samples_per_trajectory"] = Mean(len(samples), len(all_parts))
+    return metrics | _reward_metrics([parts[-1] for parts in all_parts])
 
 
-def _turn_metrics(attempts: Sequence[Sequence[Sample]]) -> dict[str, Metric]:
-    """Return turns, tools and tokens of trajectories with an environment; nothing without any."""
-    notes = [attempt[-1].metadata for attempt in attempts if "num_turns" in attempt[-1].metadata]
+def _turn_metrics(all_parts: Sequence[Sequence[Sample]]) -> dict[str, Metric]:
+    """Return turns, tools and tokens of trajectories with an environment or agent; nothing without any."""
+    notes = [parts[-1].metadata for parts in all_parts if "num_turns" in parts[-1].metadata]
     if not notes:
         return {}
-    versions = np.concatenate([sample.weight_versions for attempt in attempts for sample in attempt])
+    versions = np.concatenate([sample.weight_versions for parts in all_parts for sample in parts])
     calls = sum(note["num_tool_calls"] for note in notes)
-    return {
+    requests = {
+        f"rollout/{what}_requests": Sum(sum(note[f"num_{what}"] for note in notes))
+        for what in ("refused", "overridden")
+        if all(f"num_{what}" in note for note in notes)
+    }
+    return requests | {
         "rollout/structure_difference_fraction": Mean(sum("structure_difference" in note for note in notes), len(notes)),
         "rollout/turns": Mean(sum(note["num_turns"] for note in notes), len(notes)),
         "rollout/tool_calls": Mean(calls, len(notes)),
         "rollout/tool_error_fraction": Mean(sum(note["num_tool_errors"] for note in notes), calls),
         "rollout/environment_token_fraction": Mean(int((versions < 0).sum()), len(versions)),
+    }
+
+
+def tail_metrics(groups: Sequence[Group], *, oldest_version: int) -> dict[str, Metric]:
+    """Return the lengths trained on, and the share of engine-made tokens before `oldest_version`, which are context."""
+    samples = [sample for group in groups for sample in group.samples]
+    versions = np.concatenate([np.empty(0, np.int64), *(sample.weight_versions for sample in samples)])
+    return {
+        "rollout/trained_length": Mean(sum(int(sample.loss_mask.sum()) for sample in samples), len(samples)),
+        "rollout/stale_context_fraction": Mean(int(((versions >= 0) & (versions < oldest_version)).sum()), int((versions >= 0).sum())),
     }
 
 
@@ -68,9 +85,9 @@ def failure_metrics(groups: Sequence[Group], *, num_left_out: int, num_retries: 
     }
 
 
-def _share(attempts: Sequence[Sequence[Sample]], reason: StopReason) -> Metric:
+def _share(all_parts: Sequence[Sequence[Sample]], reason: StopReason) -> Metric:
     """Return the share of trajectories with a sample that ended for this reason."""
-    return Mean(sum(any(sample.stop_reason is reason for sample in attempt) for attempt in attempts), len(attempts))
+    return Mean(sum(any(sample.stop_reason is reason for sample in parts) for parts in all_parts), len(all_parts))
 
 
 def _shares_by_age(ages: Ints) -> dict[str, Metric]:
@@ -89,12 +106,6 @@ def has_one_reward(group: Group) -> bool:
 def _rewards(group: Group) -> set[float]:
     """Return the distinct rewards of the group's scored samples."""
     return {sample.reward.value for sample in group.samples if sample.reward is not None and sample.reward.value is not None}
-
-
-def _zero_variance_by_reward(groups: Sequence[Group]) -> dict[str, Metric]:
-    """Return the share of groups without signal at each reward: all failed and all solved need opposite cures."""
-    counts = Counter(f"{value:.1f}" for group in groups if has_one_reward(group) for value in _rewards(group))
-    return {f"rollout/zero_variance_fraction/{name}": Mean(count, len(groups)) for name, count in sorted(counts.items())}
 
 
 def _reward_metrics(samples: Sequence[Sample]) -> dict[str, Metric]:
@@ -118,7 +129,7 @@ def evaluation_metrics(samples: Sequence[Sample], *, kind: str) -> dict[str, Met
     Accuracy is the mean of the reward's component `accuracy`, or of the reward without one, where
     all of these numbers are 0 or 1. Lengths count samples.
     """
-    attempts = trajectories(samples)
+    all_parts = trajectories(samples)
     scored = [sample.reward for sample in last_samples(samples) if sample.reward is not None and sample.reward.value is not None]
     solved = [reward.components.get("accuracy", reward.value) for reward in scored]
     accuracy = Mean(sum(value for value in solved if value is not None), len(solved))
@@ -126,7 +137,7 @@ def evaluation_metrics(samples: Sequence[Sample], *, kind: str) -> dict[str, Met
         **({f"eval/accuracy_{kind}": accuracy} if set(solved) <= {0.0, 1.0} else {}),
         f"eval/reward_{kind}": Mean(sum(reward.value for reward in scored if reward.value is not None), len(scored)),
         "eval/response_length": Mean(sum(len(sample.response_ids) for sample in samples), len(samples)),
-        "eval/truncated_fraction": _share(attempts, StopReason.LENGTH),
-        "eval/reward_errors": Sum(len(attempts) - len(scored)),
+        "eval/truncated_fraction": _share(all_parts, StopReason.LENGTH),
+        "eval/reward_errors": Sum(len(all_parts) - len(scored)),
         "eval/num_samples": Sum(len(samples)),
     }

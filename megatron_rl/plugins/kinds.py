@@ -90,6 +90,20 @@ class Rollout(Protocol):
         """
 
 
+class Agent(Protocol):
+    """`rollout.agent.function`, an async function: a rollout that knows only an endpoint.
+
+    Runs on an event loop shared with the agents of other trajectories.
+    """
+
+    def __call__(self, *, prompt: "Prompt", base_url: str, api_key: str) -> "Awaitable[float | Mapping[str, float] | None]":
+        """Play one trajectory: ask the policy at `base_url`, which ends in /v1, with `api_key`.
+
+        Return the reward, as a number or named parts that are summed, or None where reward.function
+        gives it. Every answer of the policy belongs to the trajectory, which ends with the call.
+        """
+
+
 class Filter(Protocol):
     """`rollout.filter.function`: selection of the groups for a step, once for each finished group."""
 
@@ -145,6 +159,8 @@ class Kind:
     arguments: tuple[str, ...]
 
 
+AGENT = Kind(setting="rollout.agent.function", args_setting="rollout.args", arguments=("prompt", "base_url", "api_key"))
+"""The other signature of a rollout."""
 KINDS: Mapping[PluginKind, Kind] = MappingProxyType({
     "reward": Kind(setting="reward.function", args_setting="reward.args", arguments=("sample",)),
     "rollout": Kind(

@@ -20,17 +20,19 @@ from pydantic_core import ErrorDetails
 
 from megatron_rl.errors import UserError
 from megatron_rl.plugins.environment import Environment
-from megatron_rl.plugins.kinds import KINDS, Kind, PluginKind
+from megatron_rl.plugins.kinds import AGENT, KINDS, Kind, PluginKind
 from megatron_rl.system.deadlines import PLUGIN_IMPORT_S
 
 
-def load(path: str, *, kind: PluginKind, args: Mapping[str, Any] = MappingProxyType({})) -> Callable[..., Any]:
+def load(path: str, *, kind: PluginKind, args: Mapping[str, Any] = MappingProxyType({}), as_agent: bool = False) -> Callable[..., Any]:
     """Return the plug-in at `path` with `args` filled in; the kind's arguments remain, by keyword.
+
+    A rollout `as_agent` has the arguments of an agent instead.
 
     Searched on PYTHONPATH, then in the current directory. Raises UserError for a failed import, a
     mismatch with the arguments of the kind, or refused `args`.
     """
-    spec = KINDS[kind]
+    spec = AGENT if as_agent else KINDS[kind]
     function = _find(path, setting=spec.setting)
     if kind == "environment" and not (inspect.isclass(function) and issubclass(function, Environment)):
         raise UserError(f"{spec.setting} {path} is no subclass of megatron_rl.Environment; write `class Name(Environment)`")
@@ -91,13 +93,21 @@ def kind_of(path: str) -> PluginKind:
     named = _signature(function, path=path, setting="plug-in").parameters.keys()
     if inspect.isclass(function) and issubclass(function, Environment):
         return "environment"
+    if is_agent(path):
+        return "rollout"
     # A data source is the only other class; `seed` may be an own argument of a function.
     kinds = {kind: spec for kind, spec in KINDS.items() if inspect.isclass(function) == (kind == "data_source") and spec.arguments}
     fitting: list[PluginKind] = [kind for kind, spec in kinds.items() if named >= set(spec.arguments)]
     if len(fitting) != 1:
-        forms = "; ".join(f"{kind}({', '.join(spec.arguments)})" for kind, spec in KINDS.items())
+        forms = "; ".join(f"{kind}({', '.join(spec.arguments)})" for kind, spec in (*KINDS.items(), ("rollout", AGENT)))
         raise UserError(f"plug-in {path} takes {', '.join(named) or 'nothing'}, needs the arguments of one kind: {forms}; or give --kind")
     return fitting[0]
+
+
+def is_agent(path: str) -> bool:
+    """Return True where the rollout at `path` takes an agent's arguments by name. Raises UserError."""
+    function = _find(path, setting="plug-in")
+    return not inspect.isclass(function) and _signature(function, path=path, setting="plug-in").parameters.keys() >= set(AGENT.arguments)
 
 
 def _signature(function: Callable[..., Any], *, path: str, setting: str) -> inspect.Signature:

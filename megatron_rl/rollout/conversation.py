@@ -1,8 +1,8 @@
 """Conversations with the policy as an append-only tree of turns, exact in every token.
 
-A request continues the deepest turn that its messages extend, whose tokens stay as they were
-sampled. Where the renderer cannot keep them, the request begins a branch. Every leaf becomes a
-sample of one trajectory, and each sampled token is trained on in one of the samples.
+A request continues the deepest finished turn that its messages extend, and keeps all its tokens.
+Where the renderer cannot keep the tokens, the request begins a branch. Every leaf of the tree is a
+sample of one trajectory. Each sampled token is trained on in one of the samples.
 
 Legend: P tokens before an answer, R tokens of an answer.
 """
@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 class Turn:
     """One sampled answer to `prompt_ids` [P], as a node of the tree.
 
-    `history` are the messages before and the answer, in a form that compares; a turn without
-    `parent` begins a branch. `message` is the answer as the renderer reads it.
+    `history` has the messages before and the answer, each as JSON text. A turn without `parent`
+    begins a branch. `message` is the answer as read by the renderer, cut at `stop`, the stop string
+    of the request that ended the answer.
     """
 
     parent: "Turn | None"
@@ -38,11 +39,23 @@ class Turn:
     generation: Generation
     message: Message
     history: tuple[str, ...]
+    stop: str | None = None
 
     @property
     def token_ids(self) -> Ints:
         """Return all tokens so far, [P + R]."""
         return np.concatenate([self.prompt_ids, self.generation.token_ids])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Asked:
+    """A request in tokens [P], behind the turn `parent`, if any; a text to continue has no messages."""
+
+    parent: Turn | None
+    prompt_ids: Ints
+    history: tuple[str, ...]
+    tools: Any = None
+    is_text: bool = False
 
 
 class Conversation:
@@ -58,6 +71,7 @@ class Conversation:
     ) -> None:
         self._renderer, self._generator, self._tokenizer, self._session = renderer, generator, tokenizer, session
         self.turns: list[Turn] = []
+        self._num_calls = itertools.count()
 
     @property
     def context(self) -> int:
@@ -69,28 +83,60 @@ class Conversation:
 
         `sampling.max_tokens` bounds the answer. A turn that ended without a stop is never extended.
         """
-        offered = _offered(tools)
-        history = (_key({"tools": offered}), *map(_key, messages))
-        parent, prompt_ids = self._rendered(messages, history, offered)
-        room = self.context - len(prompt_ids)
-        if room < 1:
+        asked = self.rendered(messages, tools=tools)
+        if len(asked.prompt_ids) >= self.context:
             return None
-        stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *self._renderer.get_stop_token_ids())))
-        sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room), stop_token_ids=stops)
-        (generation,) = await self._generator.generate(prompt_ids, sampling=sampling, session=self._session)
-        message = self._read(generation, prompt_ids, offered)
-        turn = Turn(parent, prompt_ids, generation, message, (*history, _key(message)))
+        turn = await self.answer(asked, sampling=sampling)
         self.turns.append(turn)
         return turn
 
+    async def answer(self, asked: Asked, *, sampling: Sampling, stop: Sequence[str] = ()) -> Turn:
+        """Return an answer that is no turn of the tree yet, within `sampling.max_tokens` and the context.
+
+        The answer also ends at a string of `stop`, shown without it.
+        """
+        stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *self._renderer.get_stop_token_ids())))
+        max_tokens = min(sampling.max_tokens, self.context - len(asked.prompt_ids))
+        sampling = replace(sampling, max_tokens=max_tokens, stop=(*sampling.stop, *stop), stop_token_ids=stops)
+        (generation,) = await self._generator.generate(asked.prompt_ids, sampling=sampling, session=self._session)
+        if asked.is_text:
+            text = self._tokenizer.decode(generation.token_ids.tolist(), skip_special_tokens=True)
+            message: Message = {"role": "assistant", "content": text}
+        else:
+            message = self._read(generation, asked.prompt_ids, asked.tools)
+        content = message["content"]
+        found, ended_by = min(((content.find(each), each) for each in stop if each in content), default=(len(content), None))
+        message = {**message, "content": content[:found]}
+        return Turn(asked.parent, asked.prompt_ids, generation, message, (*asked.history, _key(message)), ended_by)
+
+    def rendered(self, messages: Sequence[Message], *, tools: Sequence[Message] = ()) -> Asked:
+        """Return the request behind the deepest turn that `messages` extend."""
+        offered = _offered(tools)
+        history = (_key({"tools": offered}), *map(_key, messages))
+        return Asked(*self._rendered(messages, history, offered), history, offered)
+
+    def continued(self, text: str) -> Asked:
+        """Return the request to continue `text`, behind the deepest turn whose whole text it begins with."""
+        begun = {turn: self._tokenizer.decode(turn.token_ids.tolist()) for turn in self.finished}
+        parent = max((turn for turn, each in begun.items() if text.startswith(each)), key=lambda turn: len(turn.token_ids), default=None)
+        kept, rest = (np.empty(0, np.int64), text) if parent is None else (parent.token_ids, text[len(begun[parent]) :])
+        ids = np.concatenate([kept, np.array(self._tokenizer.encode(rest, add_special_tokens=False), np.int64)])
+        return Asked(parent, ids, (_key({"text": text}),), is_text=True)
+
+    @property
+    def finished(self) -> list[Turn]:
+        """The turns that can be extended."""
+        return [turn for turn in self.turns if turn.generation.stop_reason is StopReason.STOP]
+
     def _rendered(self, messages: Sequence[Message], history: tuple[str, ...], tools: Any) -> tuple[Turn | None, Ints]:
         """Return the turn that is continued, and all tokens [P] before the answer."""
-        finished = [turn for turn in self.turns if turn.generation.stop_reason is StopReason.STOP]
-        extended = [turn for turn in finished if len(turn.history) < len(history) and history[: len(turn.history)] == turn.history]
+        finished = self.finished
+        extended = [turn for turn in finished if history[: len(turn.history)] == turn.history]
         for turn in sorted(extended, key=lambda each: len(each.history))[-1:]:
             new = [dict(message) for message in messages[len(turn.history) - 1 :]]
             bridged = self._renderer.bridge_to_next_turn(turn.prompt_ids.tolist(), turn.generation.token_ids.tolist(), new, tools=tools)
-            if bridged is not None:
+            # A bridge may cut what was sampled behind a marker of the turn's end.
+            if bridged is not None and bridged.token_ids[: len(turn.token_ids)] == turn.token_ids.tolist():
                 return turn, np.array(bridged.token_ids, np.int64)
         ids = np.array(self._renderer.render_ids([dict(each) for each in messages], tools=tools, add_generation_prompt=True), np.int64)
         # A template that changes nothing before the new messages keeps the tokens, too.
@@ -99,16 +145,27 @@ class Conversation:
 
     def _read(self, generation: Generation, prompt_ids: Ints, tools: Any) -> Message:
         """Return the answer as a message; each call that cannot be read has its `error`."""
-        parsed = self._renderer.parse_response(generation.token_ids.tolist(), tools=tools, prompt_ids=prompt_ids.tolist())
+        # Imported here: see `choose_renderer`.
+        from renderers.base import ParsedResponse, ParsedToolCall, ToolCallParseStatus
+
+        ids = generation.token_ids.tolist()
+        try:
+            parsed = self._renderer.parse_response(ids, tools=tools, prompt_ids=prompt_ids.tolist())
+        except (ValueError, RecursionError):
+            # Python reads no number of 4300 digits, and no list of a thousand levels.
+            raw = self._tokenizer.decode(ids, skip_special_tokens=True)
+            parsed = ParsedResponse(content="", tool_calls=[ParsedToolCall(raw, status=ToolCallParseStatus.INVALID_JSON)])
         message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
         if parsed.reasoning_content:
             message["reasoning_content"] = parsed.reasoning_content
         calls = []
-        for number, call in enumerate(parsed.tool_calls):
-            readable = call.status == "ok" and isinstance(call.arguments, dict)
-            function = {"name": call.name or "", "arguments": call.arguments if readable else call.raw}
-            name = call.id or f"call_{len(self.turns)}_{number}"
-            calls.append({"id": name, "type": "function", "function": function} | ({} if readable else {"error": str(call.status)}))
+        for call in parsed.tool_calls:
+            readable = call.status == "ok" and isinstance(call.name, str) and isinstance(call.arguments, dict)
+            called = call.name if isinstance(call.name, str) else ""
+            function = {"name": called, "arguments": call.arguments if readable else call.raw}
+            name = call.id or f"call_{next(self._num_calls)}"
+            fault = {} if readable else {"error": "malformed_structure" if call.status == "ok" else str(call.status)}
+            calls.append({"id": name, "type": "function", "function": function} | fault)
         return message | ({"tool_calls": calls} if calls else {})
 
     def structure_difference(self, messages: Sequence[Message], *, tools: Sequence[Message]) -> str | None:
@@ -120,6 +177,9 @@ class Conversation:
         ids = self._renderer.render_ids([dict(message) for message in messages], tools=_offered(tools))
         needed = [markers[token] for token in ids if token in markers]
         got = [markers[token] for token in self.turns[-1].token_ids.tolist() if token in markers]
+        # A family whose next message begins with the end of an answer has sampled this marker already.
+        if len(got) > len(needed) and self.turns[-1].generation.token_ids[-1] in self._renderer.get_stop_token_ids():
+            got.pop()
         # What the template adds behind the last message was not sampled.
         for number, (one, other) in enumerate(itertools.zip_longest(got, needed[: max(len(got), len(needed) - 1)])):
             if one != other:
@@ -174,16 +234,16 @@ def _offered(tools: Sequence[Message]) -> list[dict[str, Any]] | None:
 
 def _key(message: Mapping[str, Any]) -> str:
     """Return a form of `message` in which equal ones compare equal, however clients write them."""
-    calls = [[call["function"]["name"], _arguments(call["function"]["arguments"])] for call in message.get("tool_calls") or ()]
+    calls = [[call["function"]["name"], read_arguments(call["function"]["arguments"])] for call in message.get("tool_calls") or ()]
     kept = {name: value for name, value in message.items() if name not in ("tool_calls", "reasoning_content", "id") and value is not None}
     return json.dumps([kept | {"content": message.get("content") or ""}, calls], sort_keys=True)
 
 
-def _arguments(arguments: Any) -> Any:
+def read_arguments(arguments: Any) -> Any:
     """Return a call's arguments as an object, also where a client sends them as JSON text."""
     if not isinstance(arguments, str):
         return arguments
     try:
         return json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments

@@ -1,19 +1,20 @@
-"""One trajectory's environment: reset, tools and steps, from messages to plain values.
+"""Call one trajectory's environment; turn messages, tools' results and failures into plain values.
 
 Used in an environment's process and on the event loop of async ones. Imports nothing of torch.
 """
 
 import asyncio
 import inspect
+import json
 import math
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from megatron_rl.errors import UserError
+from megatron_rl.errors import TrajectoryError, UserError
 from megatron_rl.plugins.environment import Environment, Reply, ToolError
 from megatron_rl.plugins.loader import arguments_model
 from megatron_rl.types import Message, Prompt
@@ -31,15 +32,28 @@ class Tool:
 
 
 def tools_of(environment: type[Environment]) -> dict[str, Tool]:
-    """Return the tools by name. Raises UserError for an argument without a usable annotation."""
-    found = {}
+    """Return the tools by name. Raises UserError for no tool, and an unusable annotation."""
+    found: dict[str, Tool] = {}
+    if not isinstance(environment.tools, Sequence):
+        raise UserError(f"{environment.__qualname__}.tools is {environment.tools!r:.80}, needs a tuple of methods such as `(add,)`")
     for function in environment.tools:
-        parameters = {name: each for name, each in inspect.signature(function).parameters.items() if name != "self"}
+        if not callable(function) or getattr(function, "__name__", None) not in dir(environment):
+            raise UserError(f"{environment.__qualname__}.tools has {function!r:.80}, needs methods of the class, such as `tools = (add,)`")
         owner = f"the tool {function.__qualname__}"
-        if bare := [name for name, each in parameters.items() if each.annotation is inspect.Parameter.empty]:
+        if function.__name__ in (*found, *dir(Environment), "prompt"):
             raise UserError(
-                f"{owner} takes {bare[0]}, which has no annotation, needs one such as `{bare[0]}: str`, which the policy is shown"
+                f"{owner} has the name of another tool, or of an attribute of every Environment, needs one of its own; rename it"
             )
+        parameters = {name: each for name, each in inspect.signature(function).parameters.items() if name != "self"}
+        for name, each in parameters.items():
+            if each.annotation is each.empty:
+                raise UserError(
+                    f"{owner} takes {name}, which has no annotation, needs one such as `{name}: str`, which the policy is shown"
+                )
+            if each.kind not in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY):
+                raise UserError(
+                    f"{owner} takes {each}, a {each.kind.description} argument, needs each by a name; write `{name}: list[str]`"
+                )
         model = arguments_model(parameters, function, owner=owner)
         schema = model.model_json_schema(by_alias=True)
         for each in schema.get("properties", {}).values():
@@ -59,27 +73,29 @@ class EnvironmentCall:
         self._make, self._tools, self._shares_loop = make, tools, shares_loop
         self._environment: Environment | None = None
 
-    async def reset(self, prompt: Prompt) -> Answer:
-        """Make the environment and return the first messages."""
+    async def reset(self, prompt: Prompt) -> bytes:
+        """Make the environment and return the first messages, an Answer in JSON."""
 
         async def begin() -> Answer:
             self._environment = self._make()
             self._environment.prompt = prompt
             messages = await self._result(self._environment.reset, alone=True, prompt=prompt)
             messages = prompt.messages if messages is None else messages
+            if not isinstance(messages, Sequence):
+                raise TrajectoryError("contract", f"reset returned {messages!r:.60}, needs a list of messages, or None")
             for message in messages:
                 if (
                     not isinstance(message, Mapping)
                     or not isinstance(message.get("role"), str)
                     or not isinstance(message.get("content"), str)
                 ):
-                    raise TypeError(f"reset returned the message {message!r:.60}, needs the strings 'role' and 'content'")
+                    raise TrajectoryError("contract", f"reset returned the message {message!r:.60}, needs the strings 'role' and 'content'")
             return {"messages": [dict(message) for message in messages]}
 
         return await _guarded(begin())
 
-    async def answer(self, message: Message) -> Answer:
-        """Call the tools that `message` asks for, at the same time, or else `step`."""
+    async def answer(self, message: Message) -> bytes:
+        """Call the tools of `message` at the same time, else `step`; return an Answer in JSON."""
         return await _guarded(self._answer(message))
 
     async def _answer(self, message: Message) -> Answer:
@@ -123,36 +139,48 @@ class EnvironmentCall:
         return await result if inspect.isawaitable(result) else result
 
 
-async def _guarded(work: Any) -> Answer:
-    """Return the answer, or the failure of the user's code: the boundary where it becomes an outcome."""
+async def _guarded(work: Awaitable[Answer]) -> bytes:
+    """Return the answer in JSON. Turn any exception of the user's code into a failure."""
+    failure = {"cause": "environment", "trace": ""}
     try:
-        return await work
+        answer = await work
+        try:
+            return json.dumps(answer, ensure_ascii=False, allow_nan=False).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            needs = "needs text, finite numbers, booleans, lists and mappings"
+            raise TrajectoryError("contract", f"a message or a reward is nothing that JSON can hold ({error}), {needs}") from error
     except asyncio.CancelledError:
         raise
+    except TrajectoryError as error:
+        failure |= {"cause": error.cause, "headline": str(error)}
     except BaseException as error:
         headline = f"{type(error).__name__}: {error}".removesuffix(": ").replace("\n", " ")
-        return {"cause": "environment", "headline": headline, "trace": "".join(traceback.format_exception(error)).rstrip()}
+        failure |= {"headline": headline, "trace": "".join(traceback.format_exception(error)).rstrip()}
+    return json.dumps(failure).encode()
 
 
 def _as_reply(result: object, *, owner: str) -> Reply:
     if isinstance(result, str):
         return Reply(content=result)
     if not isinstance(result, Reply) or not isinstance(result.content, str):
-        raise TypeError(f"{owner} returned {result!r:.60} of type {type(result).__name__}, needs a string or a Reply")
+        raise TrajectoryError("contract", f"{owner} returned {result!r:.60} of type {type(result).__name__}, needs a string or a Reply")
     return result
 
 
 def _merged(replies: list[Reply], messages: list[Message], *, num_errors: int) -> Answer:
-    """Return several replies as one answer. Raises TypeError and ValueError for an unusable reward."""
+    """Return replies as one answer. TrajectoryError for a bad reward, or for no message."""
     parts: dict[str, float] = {}
     for reply in replies:
         reward = reply.reward
         for name, value in ({} if reward is None else reward if isinstance(reward, Mapping) else {"environment": reward}).items():
-            number = float(value)
+            try:
+                number = float(value)
+            except (TypeError, ValueError, OverflowError):
+                number = math.nan
             if not math.isfinite(number):
-                raise ValueError(f"the reward {name!r} is {number}, needs a finite number")
+                raise TrajectoryError("contract", f"the reward {name!r} is {value!r:.60}, needs a finite number")
             parts[name] = parts.get(name, 0.0) + number
     done = any(reply.done for reply in replies)
     if not messages and not done:
-        raise ValueError("step returned an empty text without done=True, needs a message for the policy or the end")
+        raise TrajectoryError("contract", "step returned an empty text without done=True, needs a message for the policy or the end")
     return {"messages": messages, "done": done, "parts": parts, "num_calls": 0, "num_errors": num_errors}

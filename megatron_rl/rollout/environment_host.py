@@ -1,4 +1,4 @@
-"""Homes of environments: a process for each trajectory, or one event loop for async ones.
+"""Host environments: one process for each trajectory, or one event loop for all async ones.
 
 Processes are forked by a server that has imported the user's module once. So a trajectory's
 environment starts in milliseconds; a hang, a crash or a limit of memory costs that trajectory.
@@ -74,6 +74,7 @@ class Environments(AbstractContextManager["Environments", None]):
         self.asynchronous = is_async(environment)
         self._loop = _Loop() if self.asynchronous else None
         self._server = None if self._loop is not None else _Server(path, self._args, log_path)
+        self._forking = threading.Lock()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._loop is not None:
@@ -83,23 +84,30 @@ class Environments(AbstractContextManager["Environments", None]):
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[Home]:
-        """Yield a fresh environment, ended with the body."""
-        if self._server is None:
-            assert self._loop is not None, "an environment lives on a loop or in a process"
+        """Yield a fresh environment, and end it with the body of `with`."""
+        if self._loop is not None:
             yield _OnLoop(self._loop, EnvironmentCall(self._make, self._tools, shares_loop=True))
             return
-        if not self._server.process.is_alive():
-            self._server = await asyncio.to_thread(_Server, self._path, self._args, self._log_path)
         ours, theirs = socket.socketpair()
-        with theirs:
-            self._server.fork(theirs)
+        # In threads, because a server without time to read lets writers wait.
+        server = await asyncio.to_thread(self._fork, theirs)
         reader, writer = await asyncio.open_connection(sock=ours, limit=_LINE_BYTES)
         home = _InProcess(reader, writer)
         try:
             yield home
         finally:
             writer.close()
-            self._server.end(home.pid)
+            await asyncio.to_thread(server.end, home.pid)
+
+    def _fork(self, theirs: socket.socket) -> "_Server":
+        """Start a process at the other end of a connection; return its server, new if dead."""
+        with theirs, self._forking:
+            assert self._server is not None, "an environment lives on a loop or in a process"
+            if not self._server.process.is_alive():
+                self._server.close()
+                self._server = _Server(self._path, self._args, self._log_path)
+            self._server.fork(theirs)
+            return self._server
 
 
 class _Loop:
@@ -111,13 +119,22 @@ class _Loop:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the loop; a blocked one is left to the end of the process."""
+        """Cancel unfinished work and stop the loop; a blocked one ends with the process."""
+
+        async def end() -> None:
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for other in others:
+                other.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+
+        with contextlib.suppress(TimeoutError):
+            asyncio.run_coroutine_threadsafe(end(), self.loop).result(timeout=1.0)
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(timeout=1.0)
 
 
 class _OnLoop:
-    """An async environment, on the loop of all."""
+    """An async environment, on the event loop that all async ones share."""
 
     def __init__(self, loop: _Loop, call: EnvironmentCall) -> None:
         self._loop, self._call = loop.loop, call
@@ -128,12 +145,13 @@ class _OnLoop:
     async def answer(self, message: Message) -> Answer:
         return await self._there(self._call.answer(message))
 
-    async def _there(self, work: Coroutine[Any, Any, Answer]) -> Answer:
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+    async def _there(self, work: Coroutine[Any, Any, bytes]) -> Answer:
+        answer: Answer = json.loads(await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop)))
+        return answer
 
 
 class _InProcess:
-    """An environment in a process of its own, by lines of JSON."""
+    """An environment in its own process; each message is a line of JSON."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -148,17 +166,18 @@ class _InProcess:
 
     async def _ask(self, request: Mapping[str, Any]) -> Answer:
         try:
-            if self.pid is None:
-                self.pid = json.loads(await self._reader.readline())
+            if self.pid is None and (first := await self._reader.readline()):
+                self.pid = int(first)
             self._writer.write(json.dumps(request).encode() + b"\n")
             await self._writer.drain()
             line = await self._reader.readline()
-        except (ConnectionError, ValueError) as error:
-            line, reason = b"", f" ({error})"
-        else:
-            reason = ""
+        except ConnectionError:
+            line = b""
+        except ValueError:  # of a line that is too long
+            most = f"{_LINE_BYTES / 2**20:g} MiB"
+            return {"cause": "environment", "headline": f"its answer has more than {most}, needs less; cut what tools return", "trace": ""}
         if not line.endswith(b"\n"):
-            return {"cause": "environment", "headline": f"its process ended before it answered{reason}", "trace": ""}
+            return {"cause": "environment", "headline": "its process ended before it answered", "trace": ""}
         answer: Answer = json.loads(line)
         return answer
 
@@ -187,7 +206,7 @@ class _Server:
     def end(self, pid: int | None) -> None:
         """Kill the process `pid` with what it started. One without an answer yet ends by itself."""
         if pid is not None:
-            with contextlib.suppress(ConnectionError):
+            with contextlib.suppress(OSError):  # a server that is gone, with all of its children
                 self._control.send(str(pid).encode())
 
     def close(self) -> None:
@@ -242,7 +261,7 @@ def _serve(control: socket.socket, path: str, args: Mapping[str, Any], log_path:
 
 
 def _live(connection: socket.socket, call: EnvironmentCall) -> NoReturn:
-    """Answer the driver's requests until the connection ends: the inside of an environment's process."""
+    """Answer the driver's requests until the connection ends, in an environment's process."""
     try:
         os.setsid()
         libc = ctypes.CDLL(None)
@@ -259,7 +278,7 @@ def _live(connection: socket.socket, call: EnvironmentCall) -> NoReturn:
                     work = call.reset(Prompt(**{**request["prompt"], "token_ids": np.array(request["prompt"]["token_ids"])}))
                 else:
                     work = call.answer(request["message"])
-                stream.write(json.dumps(runner.run(work)).encode() + b"\n")
+                stream.write(runner.run(work) + b"\n")
                 stream.flush()
     except BaseException as error:
         # A connection that ended is the end of the trajectory.

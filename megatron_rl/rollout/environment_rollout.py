@@ -1,20 +1,16 @@
-"""The rollout of runs with `rollout.environment`: turns of policy and environment, with rewards."""
+"""Play a conversation of policy and environment, and return its samples with the reward."""
 
 import asyncio
-from collections.abc import Awaitable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.config.settings import RolloutSettings
 from megatron_rl.engines.sampling import Sampling
 from megatron_rl.errors import TrajectoryError
-from megatron_rl.plugins.kinds import Generator, Rollout
+from megatron_rl.plugins.kinds import Generator
 from megatron_rl.rollout.conversation import Conversation
 from megatron_rl.rollout.environment_host import Environments, Home
-from megatron_rl.rollout.groups import load_rollout
-from megatron_rl.rollout.renderers import choose_renderer
 from megatron_rl.types import Prompt, Reward, RewardOutcome, Sample, StopReason
 
 if TYPE_CHECKING:
@@ -22,30 +18,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-@contextmanager
-def opened_rollout(
-    settings: RolloutSettings,
-    *,
-    tokenizer: "PreTrainedTokenizerBase",
-    model_type: str | None,
-    must_reward: bool,
-    log_path: Path | None = None,
-) -> Iterator[Rollout]:
-    """Yield the rollout of the settings. An environment's processes print to `log_path` and end with the body."""
-    if settings.environment is None:
-        yield load_rollout(settings)
-        return
-    with Environments(settings.environment, settings.args, log_path=log_path) as environments:
-        chosen = choose_renderer(tokenizer, model_type=model_type, name=settings.renderer)
-        yield EnvironmentRollout(settings, environments, chosen.renderer, must_reward=must_reward)
-
-
 class EnvironmentRollout:
-    """A rollout, see `kinds.Rollout`, whose trajectories each have a fresh environment of `environments`.
+    """A `kinds.Rollout` whose trajectories each have a fresh environment of `environments`.
 
     A trajectory without an end after `rollout.max_turns` answers, or without room for another one,
-    is truncated and keeps the rewards so far, or 0. Its last sample has the sum of the rewards.
-    `must_reward` is True without a reward function.
+    is truncated and keeps the rewards so far. All its samples have the sum of the rewards.
+    `must_reward` is True without a reward function: a truncated trajectory without any then has 0.
     """
 
     def __init__(self, settings: RolloutSettings, environments: Environments, renderer: "Renderer", *, must_reward: bool) -> None:
@@ -55,7 +33,7 @@ class EnvironmentRollout:
     async def __call__(
         self, *, prompt: Prompt, generator: Generator, sampling: Sampling, num_samples: int, tokenizer: "PreTrainedTokenizerBase"
     ) -> tuple[Sample, ...]:
-        """Return the samples of `num_samples` trajectories. Raises TrajectoryError for the first failure."""
+        """Return the samples of `num_samples` trajectories. Raises TrajectoryError."""
         samples: list[Sample] = []
         for number in range(num_samples):
             conversation = Conversation(self._renderer, generator, tokenizer=tokenizer, session=f"trajectory {number}")
@@ -63,14 +41,16 @@ class EnvironmentRollout:
                 notes = await self._play(home, conversation, prompt, sampling)
             reward = notes.reward(must=self._must_reward)
             own = conversation.samples(prompt, first_index=len(samples), trajectory=number)
-            last = notes.last(own[-1], num_turns=len(conversation.turns))
+            last = notes.last(own[-1], branches=own[:-1], num_turns=len(conversation.turns))
             samples += [replace(sample, reward=reward) for sample in (*own[:-1], last)]
         return tuple(samples)
 
-    async def _play(self, home: Home, conversation: Conversation, prompt: Prompt, sampling: Sampling) -> "_Notes":
-        """Take turns until the environment ends, or no turn is left."""
-        notes = _Notes()
+    async def _play(self, home: Home, conversation: Conversation, prompt: Prompt, sampling: Sampling) -> "Notes":
+        """Take turns until the environment ends, none is left, or an answer does not stop."""
+        notes = Notes()
         messages = list((await self._within_time(home.reset(prompt), doing="reset"))["messages"])
+        if not messages:
+            raise TrajectoryError("contract", "reset returned no message, needs at least one for the policy, or None for the prompt's")
         while len(conversation.turns) < self._max_turns:
             turn = await conversation.ask(messages, sampling=sampling, tools=self._environments.tools)
             if turn is None and not conversation.turns:
@@ -98,11 +78,12 @@ class EnvironmentRollout:
         return answer
 
 
-class _Notes:
-    """Rewards and counts of one trajectory; `ended` by the environment, else truncated."""
+class Notes:
+    """Rewards, counts and `facts` of a trajectory; `ended` by its environment or truncated."""
 
     def __init__(self) -> None:
         self.ended = False
+        self.facts: dict[str, Any] = {}
         self._parts: dict[str, float] = {}
         self._counts = {"num_tool_calls": 0, "num_tool_errors": 0}
         self._difference: str | None = None
@@ -119,20 +100,21 @@ class _Notes:
         self._content = content
 
     def end(self, structure_difference: str | None) -> None:
-        """Note the end by the environment, and the conversation's first difference from the chat template."""
+        """Note the end, and the conversation's first difference from the chat template."""
         self.ended, self._difference = True, structure_difference
 
     def reward(self, *, must: bool) -> Reward | None:
-        """Return the sum of all parts, None where there are none unless there `must` be."""
+        """Return the sum of all parts, None without any. If it `must` be: 0 for a truncated one."""
         if not self._parts and must and self.ended:
-            raise TrajectoryError("contract", "the environment ended without a reward, and reward.function is null; give one, or set it")
+            raise TrajectoryError("contract", "it ended without a reward, and reward.function is null; give one, or set it")
         if not self._parts and not must:
             return None
         return Reward(RewardOutcome.SCORED, sum(self._parts.values()), components=dict(self._parts))
 
-    def last(self, sample: Sample, *, num_turns: int) -> Sample:
-        """Return the last sample with the trajectory's facts as metadata."""
-        facts = {"num_turns": num_turns, **self._counts, "turn_rewards": self._turn_rewards, "answer": self._content}
+    def last(self, sample: Sample, *, branches: Sequence[Sample], num_turns: int) -> Sample:
+        """Return the last sample, with facts and the texts of other `branches` as metadata."""
+        facts = self.facts | {"num_turns": num_turns, **self._counts, "turn_rewards": self._turn_rewards, "answer": self._content}
+        facts |= {"branches": [branch.prompt.text + branch.response_text for branch in branches]} if branches else {}
         facts |= {"structure_difference": self._difference} if self._difference else {}
         reason = sample.stop_reason if self.ended or sample.stop_reason is not StopReason.STOP else StopReason.LENGTH
         return replace(sample, metadata={**sample.metadata, **facts}, stop_reason=reason)

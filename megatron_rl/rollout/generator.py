@@ -1,8 +1,8 @@
-"""Requests of one prompt's rollout: each finds an engine, fails, repeats and aborts independently.
+"""Send the engine requests of one attempt, and keep finished answers in the buffer for a resume.
 
-Answers for a group in the making are kept in the buffer, so a resumed run requests only the missing
-ones. A repeated rollout sends the same requests in the same order, as far as tools answer alike. So
-an answer is found by the whole request with the seed.
+Each request finds an engine, fails, repeats and aborts independently. A repeated rollout sends the
+same requests in the same order, as far as tools answer alike. So an answer is found by its whole
+request, seed included.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import io
 import time
-from collections.abc import Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, AsyncExitStack, contextmanager
 from dataclasses import fields, replace
 from types import TracebackType
@@ -27,9 +27,11 @@ from megatron_rl.errors import DeadlineError, EngineError, EngineRefusal, UserEr
 from megatron_rl.types import Ints, StopReason
 
 Result = TypeVar("Result")
+Decode = Callable[[list[int]], str]
+"""From token ids to their text, special tokens included."""
 
 KEEP_AFTER_S = 1.0
-"""An answer is on its way to the disk this long after it came: groups that are finished by then are written once, as a whole."""
+"""Answers are written this late: a group finished by then is written once, as a whole."""
 
 
 class PoolGenerator(AbstractAsyncContextManager["PoolGenerator", None]):
@@ -53,7 +55,9 @@ class PoolGenerator(AbstractAsyncContextManager["PoolGenerator", None]):
         urgency: Urgency,
         arrival: int,
         kept: "KeptAnswers",
+        decode: Decode,
     ) -> None:
+        self._decode = decode
         self._pool, self._urgency, self._arrival, self._kept = pool, urgency, arrival, kept
         self._seed_source, self._max_tokens, self._max_answer = seed, max_tokens, max_answer
         self._next_seeds: dict[str | None, int] = {}
@@ -124,6 +128,7 @@ class PoolGenerator(AbstractAsyncContextManager["PoolGenerator", None]):
 
     async def _request(self, token_ids: Ints, sampling: Sampling, num_samples: int, session: str | None) -> tuple[Generation, ...]:
         urgency, answers = self._urgency, self._kept_answers(token_ids, sampling, num_samples)
+        pieces = {index: answers.pop(index) for index in list(answers) if answers[index].stop_reason is StopReason.ABORT}
         while len(answers) < num_samples:
             preferred = None if session is None else self._engines.get(session)
             slots = self._pool.slots(num_samples - len(answers), urgency=urgency, arrival=self._arrival, preferred=preferred)
@@ -132,14 +137,15 @@ class PoolGenerator(AbstractAsyncContextManager["PoolGenerator", None]):
                     client = await held.enter_async_context(slots)
                 try:
                     # A hanging engine that leaves the pool is not waited for until the deadline.
-                    await self._pool.while_it_stays(client, self._fill(client, token_ids, sampling, num_samples, answers))
+                    await self._pool.while_it_stays(client, self._fill(client, token_ids, sampling, num_samples, answers, pieces))
                 except EngineRefusal:
                     raise  # the request is at fault, another engine would refuse it too
                 except (EngineError, DeadlineError) as error:
                     self._pool.retire(client, error)
             if session is not None and len(answers) == num_samples:
                 self._engines[session] = client
-            urgency = Urgency.AGAIN
+            if urgency is Urgency.TRAINING:
+                urgency = Urgency.AGAIN
         return tuple(answers[index] for index in range(num_samples))
 
     @contextmanager
@@ -169,18 +175,38 @@ class PoolGenerator(AbstractAsyncContextManager["PoolGenerator", None]):
         }
 
     async def _fill(
-        self, client: EngineClient, token_ids: Ints, sampling: Sampling, num_samples: int, answers: dict[int, Generation]
+        self,
+        client: EngineClient,
+        token_ids: Ints,
+        sampling: Sampling,
+        num_samples: int,
+        answers: dict[int, Generation],
+        pieces: dict[int, Generation],
     ) -> None:
-        """Add the answers of one engine; when it fails, those that came before stay."""
-        if not self._kept.keeps or sampling.max_tokens <= SHORT_RESPONSE_TOKENS:
-            # Short ones come together, and are soon made again.
-            answers.update(enumerate(await client.generate(token_ids, sampling=sampling, num_samples=num_samples)))
+        """Add the answers of one engine, and pieces of aborted ones; when it fails, those that came before stay."""
+
+        def add(index: int, new: Generation) -> None:
+            piece = pieces.get(index, NOTHING)
+            answer = joined(piece, new, prompt_length=len(token_ids), stop=sampling.stop, decode=self._decode)
+            is_piece = answer.stop_reason is StopReason.ABORT
+            if is_piece and not self._pool.is_interrupted and len(answer.token_ids) <= len(piece.token_ids):
+                raise EngineError(f"the engine at {client.address.url} aborted a request without a token, and nobody asked it to")
+            (pieces if is_piece else answers)[index] = answer
+            if keeps:
+                self._kept.add(token_ids, sampling.of_sample(index), answer, is_piece=is_piece)
+
+        # Short ones come together, and are soon made again.
+        keeps = self._kept.keeps and sampling.max_tokens > SHORT_RESPONSE_TOKENS
+        if not keeps and not pieces:
+            for index, new in enumerate(await client.generate(token_ids, sampling=sampling, num_samples=num_samples)):
+                add(index, new)
             return
 
         async def ask_for(index: int) -> None:
-            own = sampling.of_sample(index)
-            (answers[index],) = await client.generate(token_ids, sampling=own)
-            self._kept.add(token_ids, own, answers[index])
+            own, piece = sampling.of_sample(index), pieces.get(index, NOTHING)
+            rest = replace(own, max_tokens=own.max_tokens - len(piece.token_ids))
+            (new,) = await client.generate(np.concatenate([token_ids, piece.token_ids]), sampling=rest)
+            add(index, new)
 
         await together(ask_for(index) for index in range(num_samples) if index not in answers)
 
@@ -213,10 +239,10 @@ class KeptAnswers(AbstractContextManager["KeptAnswers", None]):
         content = self._found.get(self._request(token_ids, sampling)) if self._found else None
         return None if content is None else _read(content)
 
-    def add(self, token_ids: Ints, sampling: Sampling, generation: Generation) -> None:
-        """Keep a finished answer to the prompt `token_ids` [P] under `sampling`, unless aborted."""
+    def add(self, token_ids: Ints, sampling: Sampling, generation: Generation, *, is_piece: bool = False) -> None:
+        """Keep an answer to the prompt `token_ids` [P] under `sampling`, an aborted one as a piece to continue."""
         made = generation.weight_versions
-        if generation.stop_reason is StopReason.ABORT or not len(made):
+        if (generation.stop_reason is StopReason.ABORT) is not is_piece or not len(made):
             return
         request, content = self._request(token_ids, sampling), _written(generation)
         self._unwritten.append(Answer(request=request, content=content, min_version=int(made.min()), max_version=int(made.max())))
@@ -235,6 +261,33 @@ class KeptAnswers(AbstractContextManager["KeptAnswers", None]):
         digest = hashlib.blake2b(f"{sampling}\0".encode(), digest_size=16)
         digest.update(token_ids.astype("<i8").tobytes())
         return digest.hexdigest()
+
+
+NOTHING = Generation(np.empty(0, np.int64), np.empty(0, np.float32), np.empty(0, np.int64), StopReason.ABORT)
+
+
+def joined(piece: Generation, new: Generation, *, prompt_length: int, stop: Sequence[str], decode: Decode) -> Generation:
+    """Return `piece` and its continuation `new` as one answer to a prompt of `prompt_length` tokens.
+
+    An engine looks for stop strings in `new` alone. So a string of `stop` across the joint ends the
+    answer here, behind the token that completes it. An aborted answer loses its last token of `new`:
+    the engine does not say whether that one would have been the end.
+    """
+    end, reason = len(new.token_ids), new.stop_reason
+    # A token has one byte or more.
+    longest = max((len(text.encode()) for text in stop if len(piece.token_ids)), default=1)
+    before = piece.token_ids[max(0, len(piece.token_ids) + 1 - longest) :].tolist()
+    for number in range(1, min(longest - 1, end) + 1):
+        if any(text in decode(before + new.token_ids[:number].tolist()) for text in stop):
+            end, reason = number, StopReason.STOP
+            break
+    if reason is StopReason.ABORT:
+        end = max(0, end - 1)
+    names = ("token_ids", "log_probs", "weight_versions")
+    arrays = {name: np.concatenate([getattr(piece, name), getattr(new, name)[:end]]) for name in names}
+    num_routed = prompt_length + len(arrays["token_ids"]) - 1
+    experts = None if new.routed_experts is None else new.routed_experts[:num_routed]
+    return Generation(**arrays, stop_reason=reason, routed_experts=experts)
 
 
 def _written(generation: Generation) -> bytes:

@@ -1,4 +1,4 @@
-"""The choice of finished groups for a step, and refusals of other weights' tokens and of copies."""
+"""Choose groups for a step. Refuse tokens of too old weights, and samples that are copies."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -89,7 +89,7 @@ def load_filter(settings: FilterSettings | None) -> GroupFilter:
 def check_versions(groups: Sequence[Group], *, step: int, oldest_version: int, rollout: str) -> None:
     """Raise UserError for a token by weights outside of `oldest_version` to `step`.
 
-    Admission keeps engine tokens young enough, so `rollout` kept an old token from an earlier call.
+    Groups are begun late enough for engine tokens, so `rollout` kept one from an earlier call.
     """
     for group in groups:
         for sample in group.samples:
@@ -103,9 +103,9 @@ def check_versions(groups: Sequence[Group], *, step: int, oldest_version: int, r
 
 
 def has_signal(group: Group, advantage: Advantage) -> bool:
-    """Return True when the scored trajectories teach anything, or when training will refuse them."""
-    rewarded = [(attempt, attempt[-1].reward) for attempt in trajectories(group.samples)]
-    scored = [(attempt, reward) for attempt, reward in rewarded if reward is not None and reward.value is not None]
+    """Return True for scored trajectories with a signal, or that training will refuse."""
+    rewarded = [(parts, parts[-1].reward) for parts in trajectories(group.samples)]
+    scored = [(parts, reward) for parts, reward in rewarded if reward is not None and reward.value is not None]
     if not scored:
         return False
     rewards = np.array([reward.value for _, reward in scored], np.float64)
@@ -118,7 +118,7 @@ def has_signal(group: Group, advantage: Advantage) -> bool:
             return True
     if advantage.needs_greedy:
         baselines = torch.tensor([reward.components[GREEDY_BASELINE] for _, reward in scored], dtype=torch.float64)
-    lengths = torch.tensor([sum(int(sample.loss_mask.sum()) for sample in attempt) for attempt, _ in scored])
+    lengths = torch.tensor([sum(int(sample.loss_mask.sum()) for sample in parts) for parts, _ in scored])
     one_group = torch.zeros(len(scored), dtype=torch.int64)
     samples = Samples(rewards=torch.from_numpy(rewards), group_ids=one_group, lengths=lengths, baselines=baselines)
     return not bool(advantage.without_signal(samples).all())
@@ -148,13 +148,13 @@ class IdenticalGroups:
 
     def add(self, group: Group) -> None:
         """Take the evidence of a group drawn at a temperature above 0; one trajectory gives none."""
-        attempts = trajectories(group.samples)
-        if len(attempts) < 2:
+        all_parts = trajectories(group.samples)
+        if len(all_parts) < 2:
             return
         gain = -math.log(2)
-        if len({tuple(sample.response_ids.tobytes() for sample in attempt) for attempt in attempts}) == 1:
+        if len({tuple(sample.response_ids.tobytes() for sample in parts) for parts in all_parts}) == 1:
             self._num_identical += 1
-            gain += float(np.logaddexp(0.0, (len(attempts) - 1) * _surprise(attempts[0])))
+            gain += float(np.logaddexp(0.0, (len(all_parts) - 1) * _surprise(all_parts[0])))
         self._num_groups += 1
         self._evidence += gain
         if self._evidence <= 0:
@@ -171,6 +171,6 @@ class IdenticalGroups:
             )
 
 
-def _surprise(attempt: Sequence[Sample]) -> float:
+def _surprise(trajectory: Sequence[Sample]) -> float:
     """Return -log p of a trajectory's engine-made tokens, in nats."""
-    return max(0.0, -sum(float(part.rollout_log_probs[part.weight_versions >= 0].sum(dtype=np.float64)) for part in attempt))
+    return max(0.0, -sum(float(part.rollout_log_probs[part.weight_versions >= 0].sum(dtype=np.float64)) for part in trajectory))

@@ -1,6 +1,7 @@
-"""The way from one prompt to a group: rollout, check of the contract, score. Failures are outcomes."""
+"""Make a group from one prompt: call the rollout, check its samples, score them."""
 
 import asyncio
+import os
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
@@ -27,9 +28,12 @@ Score = Callable[[Sample], Awaitable[Reward]]
 Samples = tuple[Sample, ...]
 
 ATTEMPTS = 3
-"""Attempts at a trajectory: one with all others of its prompt, then alone. Each draws with seeds of its own."""
+"""Attempts at a trajectory, each with new seeds. Alone with an environment or an agent; else
+the first is together with the other trajectories of the prompt."""
 MOST_ALONE = 256
-"""Trajectories made alone at once, each with a process where it has an environment; others wait, which is no time of theirs."""
+"""Trajectories made alone at the same time, each with a process where it has an environment."""
+AGENTS_PER_CORE = 4
+"""Commands of agents at the same time: each starts an interpreter, and mostly waits for engines."""
 SLOW_REWARD_S = 1.0  # waits for rewards shorter than this are not worth a write to the disk
 CANCEL_S = 5.0  # a cancelled rollout that goes on for longer is left to itself
 
@@ -37,7 +41,7 @@ CANCEL_S = 5.0  # a cancelled rollout that goes on for longer is left to itself
 async def single_turn(
     *, prompt: Prompt, generator: Generator, sampling: Sampling, num_samples: int, tokenizer: "PreTrainedTokenizerBase"
 ) -> Samples:
-    """Ask once, and train on every token of the answer: the rollout where `rollout.function` names none."""
+    """Ask once, and train on every token of the answer: the rollout without `rollout.function`."""
     generations = await generator.generate(prompt.token_ids, sampling=sampling, num_samples=num_samples)
     return tuple(
         Sample(
@@ -61,8 +65,15 @@ def load_rollout(settings: RolloutSettings) -> Rollout:
     return single_turn if settings.function is None else load(settings.function, kind="rollout", args=settings.args)
 
 
+def most_alone(settings: RolloutSettings) -> int:
+    """Return the number of places. Waiting for a place does not count as time of the rollout."""
+    if settings.agent is None or not settings.agent.command:
+        return MOST_ALONE
+    return settings.agent.max_processes or len(os.sched_getaffinity(0)) * AGENTS_PER_CORE
+
+
 class GroupMaker:
-    """Makes groups by `rollout`, named in `settings`, on the engines of `pool`, with rewards by `score`.
+    """Makes groups by `rollout` of the `settings`, on engines of `pool`, with rewards by `score`.
 
     `max_tokens` bounds prompt and response of a sample together, as a micro-batch does.
     """
@@ -82,8 +93,8 @@ class GroupMaker:
         self.num_retries = 0  # attempts that failed and were followed by another one, over all groups
         self._rollout, self._pool, self._tokenizer, self._score = rollout, pool, tokenizer, score
         self._seed, self._max_tokens, self._timeout_s = seed, max_tokens, settings.timeout_s
-        self._first_alone = 0 if settings.environment else 1  # the attempt from which on each trajectory is made alone
-        self._places = asyncio.Semaphore(MOST_ALONE)
+        self._first_alone = 0 if settings.is_hosted else 1  # the attempt from which on each trajectory is made alone
+        self._places = asyncio.Semaphore(most_alone(settings))
         ends = [tokenizer.eos_token_id]
         self._samplings = {greedy: make_sampling(settings.sampling, eos_token_ids=ends, greedy=greedy) for greedy in (False, True)}
 
@@ -98,7 +109,7 @@ class GroupMaker:
     ) -> Group:
         """Generate `num_samples` trajectories; score each by the last sample.
 
-        A trajectory that fails in ATTEMPTS attempts is one of the group's failures. Answers of a slow
+        A trajectory that fails ATTEMPTS times is one of the group's failures. Answers of a slow
         group, and samples with slow rewards, are kept in `buffer` meanwhile, for a killed run.
         Raises the reason why the last engine failed.
         """
@@ -119,7 +130,7 @@ class GroupMaker:
         return group if baseline is None else with_baseline(group, baseline)
 
     def _kept(self, group: Group | None, num_samples: int) -> Group | None:
-        """Return the group kept by an interrupted run, where the present settings ask for the same."""
+        """Return the group kept by an interrupted run, if the present settings ask for it."""
         if group is None or len(trajectories(group.samples)) + len(group.failures) != num_samples:
             return None
         lacks_experts = self._pool.address.mixture is not None and any(sample.routed_experts is None for sample in group.samples)
@@ -129,8 +140,8 @@ class GroupMaker:
         """Return the group with rewards; while rewards are slow, keep the samples in `buffer`."""
         if self._score is None:
             return group
-        attempts = trajectories(group.samples)
-        scoring = asyncio.gather(*(self._score(attempt[-1]) for attempt in attempts))
+        parts = trajectories(group.samples)
+        scoring = asyncio.gather(*(self._score(part[-1]) for part in parts))
         try:
             if buffer is not None:
                 await asyncio.wait([scoring], timeout=SLOW_REWARD_S)
@@ -140,12 +151,12 @@ class GroupMaker:
         finally:
             # A wait alone does not end the call.
             scoring.cancel()
-        rewards = [_total(attempt[-1].reward, reward) for attempt, reward in zip(attempts, rewards, strict=True)]
-        by_index = {sample.index: reward for attempt, reward in zip(attempts, rewards, strict=True) for sample in attempt}
+        rewards = [_total(part[-1].reward, reward) for part, reward in zip(parts, rewards, strict=True)]
+        by_index = {sample.index: reward for part, reward in zip(parts, rewards, strict=True) for sample in part}
         return replace(group, samples=tuple(replace(sample, reward=by_index[sample.index]) for sample in group.samples))
 
     async def _generate(self, prompt: Prompt, num_samples: int, *, sampling: Sampling, urgency: Urgency, kept: KeptAnswers) -> Group:
-        """Call the rollout for all trajectories together, then for each alone after a failure."""
+        """Call the rollout for all trajectories together; alone where hosted, or again."""
         arrival, seed = self._pool.arrival(), f"{self._seed} {prompt.id}"
 
         async def attempt(count: int, seed: str) -> Samples | Failure:
@@ -157,18 +168,19 @@ class GroupMaker:
                 urgency=urgency,
                 arrival=arrival,
                 kept=kept,
+                decode=self._tokenizer.decode,
             )
             async with generator:
                 return await self._call(generator, prompt, sampling, count)
 
         async def alone(number: int) -> Samples | Failure:
-            for again in range(self._first_alone, ATTEMPTS):
-                self.num_retries += bool(again)
-                # No session name begins with a zero character.
-                async with self._places:
+            async with self._places:  # for all attempts: none waits behind later trajectories
+                for again in range(self._first_alone, ATTEMPTS):
+                    self.num_retries += bool(again)
+                    # No session name begins with a zero character.
                     found = await attempt(1, f"{seed}\0\0{number} {again}")
-                if not isinstance(found, Failure):
-                    break
+                    if not isinstance(found, Failure):
+                        break
             return found
 
         made = await attempt(num_samples, seed) if self._first_alone else None
@@ -180,7 +192,7 @@ class GroupMaker:
         return Group(id=prompt.id, prompt=prompt, samples=samples, failures=failures)
 
     async def _call(self, generator: PoolGenerator, prompt: Prompt, sampling: Sampling, num_samples: int) -> Samples | Failure:
-        """Call the rollout once within `rollout.timeout_s` of its own time, and check the result."""
+        """Call the rollout once within `rollout.timeout_s` of its own time; check the result."""
         rollout = self._rollout(prompt=prompt, generator=generator, sampling=sampling, num_samples=num_samples, tokenizer=self._tokenizer)
         # The watchdog names a task that blocks the event loop.
         calling = asyncio.create_task(without_exit(rollout), name=f"{self.name} for prompt {prompt.id}")

@@ -9,7 +9,6 @@ All coroutines run on one event loop.
 """
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.config.derived import request_deadline_s, reward_workers, sync_deadline_s
+from megatron_rl.config.order import InOrder
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.batch import make_train_batch
 from megatron_rl.data.buffer import Buffer
@@ -28,18 +28,21 @@ from megatron_rl.data.source import RunPrompts
 from megatron_rl.data.tokenizer import model_type
 from megatron_rl.engines.client import EngineClient, EnginePart
 from megatron_rl.engines.engine import EngineAddress
-from megatron_rl.engines.engine_pool import EnginePool, Urgency
+from megatron_rl.engines.engine_pool import Urgency
 from megatron_rl.errors import UserError, counted
 from megatron_rl.observe.console import PhaseProgress
 from megatron_rl.observe.failures import FailureLog
-from megatron_rl.observe.group_metrics import evaluation_metrics, failure_metrics, rollout_metrics
+from megatron_rl.observe.group_metrics import evaluation_metrics, failure_metrics, rollout_metrics, tail_metrics
 from megatron_rl.observe.metrics import Mean, Metric, Sum, merge_metrics
 from megatron_rl.plugins.kinds import Rollout
 from megatron_rl.rewards.runner import RewardRunner
-from megatron_rl.rollout.environment_rollout import opened_rollout
+from megatron_rl.rollout.engine_watch import watched_pool
 from megatron_rl.rollout.generator import cancel, together
 from megatron_rl.rollout.group_choice import Chosen, GroupChoice, IdenticalGroups, check_versions
 from megatron_rl.rollout.groups import GroupMaker
+from megatron_rl.rollout.opened_rollout import opened_rollout
+from megatron_rl.rollout.production import Production
+from megatron_rl.rollout.sample_checks import without_stale_tokens
 from megatron_rl.types import Failure, Group, Prompt, RewardOutcome, Sample, TrainBatch, last_samples
 
 MAX_RESAMPLING_ROUNDS = 10
@@ -66,7 +69,8 @@ class RolloutManager:
         say: Callable[[str], None],
     ) -> None:
         self.prompts, self._settings, self._buffer, self._connections = prompts, settings, buffer, connections
-        self.pool = EnginePool(max_requests=settings.rollout.max_concurrent_requests)
+        max_tokens = settings.training.max_tokens_per_micro_batch * settings.training.topology.cp
+        self.pool, self._watch = watched_pool(settings.rollout, longest_turn=settings.longest_sequence, max_tokens=max_tokens)
         self._maker = GroupMaker(
             settings.rollout,
             rollout,
@@ -74,7 +78,7 @@ class RolloutManager:
             tokenizer=prompts.tokenizer,
             score=None if rewards is None else rewards.score,
             seed=settings.run.seed,
-            max_tokens=settings.training.max_tokens_per_micro_batch * settings.training.topology.cp,
+            max_tokens=max_tokens,
         )
         failure_log = partial(FailureLog, say=say)
         self._rollout_failures = failure_log(
@@ -93,12 +97,22 @@ class RolloutManager:
         )
         self._choice = GroupChoice(settings.objective, settings.rollout.filter, samples_per_prompt=settings.data.samples_per_prompt)
         self._identical = IdenticalGroups()
-        self._tasks: set[asyncio.Task[None]] = set()  # groups in the making
-        self._missing: set[str] = set()  # unfinished ones among awaited groups
-        self._failure: BaseException | None = None  # the first one
-        self._finished = asyncio.Event()
-        self._busy_since_s, self._busy_before_s, self._num_tokens = 0.0, 0.0, 0
+        self.production = self._producing()
         self._measured = (0.0, 0, 0)  # busy seconds, tokens and retries at the end of the last step
+
+    def _producing(self) -> Production:
+        settings = self._settings
+        make = self._maker.make_with_baseline if settings.objective.advantage.needs_greedy else self._maker.make
+        return Production(
+            partial(make, num_samples=settings.data.samples_per_prompt, buffer=self._buffer),
+            settings.rollout,
+            pool=self.pool,
+            source=self.prompts.source,
+            buffer=self._buffer,
+            per_step=settings.data.prompts_per_step,
+            num_steps=settings.run.num_steps,
+            forecasts=settings.objective.zero_variance == "resample",
+        )
 
     @classmethod
     @asynccontextmanager
@@ -118,13 +132,13 @@ class RolloutManager:
                 rewards = stack.enter_context(RewardRunner(settings.reward, num_workers=reward_workers(), log_path=log_path, note=say))
                 for prompt in prompts.probes:
                     rewards.probe(prompt)
-            rollout = stack.enter_context(
+            rollout = await stack.enter_async_context(
                 opened_rollout(
                     settings.rollout,
                     tokenizer=prompts.tokenizer,
                     model_type=model_type(settings.model.path),
                     must_reward=rewards is None,
-                    log_path=settings.run.directory / "logs" / "environments.log",
+                    log_path=settings.run.directory / "logs" / ("environments.log" if settings.rollout.agent is None else "agents.log"),
                 )
             )
             present = made_by(settings.data, settings.rollout, settings.reward, greedy=settings.objective.advantage.needs_greedy)
@@ -132,7 +146,8 @@ class RolloutManager:
             connections = await stack.enter_async_context(AsyncExitStack())
             manager = cls(settings, prompts=prompts, rollout=rollout, rewards=rewards, buffer=opened, connections=connections, say=say)
             # Aborted groups stay in flight in the buffer, and the next owner makes them again.
-            stack.push_async_callback(cancel, manager._tasks)
+            stack.push_async_callback(cancel, manager.production.tasks)
+            await stack.enter_async_context(manager._watch)
             yield manager
 
     # Engines
@@ -153,6 +168,7 @@ class RolloutManager:
                 control_timeout_s=sync_deadline_s(model),
             )
             self.pool.join(await self._connections.enter_async_context(client))
+            self._watch.begin(client)
             if serve_current:
                 self.pool.admit([client])
 
@@ -182,15 +198,24 @@ class RolloutManager:
         """Continue at the checkpoint after `step` steps; see `data.position`."""
         return rewind(self.prompts.source, self._buffer, step=step, position=position)
 
+    @property
+    def busy_s(self) -> float:
+        """Return the seconds so far with a training group in the making. Safe in any thread."""
+        return self.production.busy_s
+
     async def abandon(self) -> None:
         """Abort all groups and wait for idle engines; no further batch can be asked for."""
-        await cancel(self._tasks)
+        await cancel(self.production.tasks)
         while self.pool.num_running:
             await asyncio.sleep(IDLE_POLL_S)
 
     async def forget(self, *, before_step: int) -> None:
         """Drop the token arrays of groups to which no kept checkpoint comes back."""
         self._buffer.prune(before_step, keep=self._settings.run.keep_groups)
+
+    async def distrust(self, *, step: int) -> None:
+        """Have a resumed run make the samples of the step after `step` steps, and finished ones, anew."""
+        self._buffer.distrust(step=step + 1)
 
     # The batch of a step
 
@@ -206,8 +231,7 @@ class RolloutManager:
         """
         self.pool.readmit()
         wanted, resamples = self._settings.data.prompts_per_step, self._settings.objective.zero_variance == "resample"
-        taken: list[Chosen] = []
-        missing, num_renewed = wanted, 0
+        taken, missing, num_renewed = list[Chosen](), wanted, 0
         for _ in range(MAX_RESAMPLING_ROUNDS):
             chosen, renewed = await self._take(missing, step=step, progress=progress)
             taken += chosen
@@ -220,11 +244,15 @@ class RolloutManager:
         else:
             raise UserError(self._without_signal(taken, step=step))
         kept = [each.group for each in taken if each.kept]
-        batch = make_train_batch(kept or [each.group for each in taken if not each.failed])
+        batch = make_train_batch(kept or [each.group for each in taken if not each.failed], version=step)
         if not kept:
             # All groups are dropped: there is nothing to train on.
             batch = replace(batch, loss_mask=np.zeros(len(batch.tokens), np.bool_))
-        return batch, {**self._metrics(taken, version=step), "rollout/renewed_groups": Sum(num_renewed)}
+        ages = self._settings.rollout.order.partial
+        # Where tokens may age, a group without a young one waited for its rewards when its step ended.
+        surplus, num_renewed = (num_renewed, 0) if ages else (0, num_renewed)
+        tail = await self.production.leave_tail(step=step, shared=self._settings.runtime.colocate, num_surplus=surplus)
+        return batch, {**self._metrics(taken, version=step), **self._watch.metrics(), "rollout/renewed_groups": Sum(num_renewed), **tail}
 
     def _without_signal(self, taken: Sequence[Chosen], *, step: int) -> str:
         """Return the reason why a step cannot be filled with these groups."""
@@ -241,7 +269,7 @@ class RolloutManager:
     def _metrics(self, taken: Sequence[Chosen], *, version: int) -> dict[str, Metric]:
         """Return the metrics of a step's groups, and of all work since the last step."""
         busy_before_s, tokens_before, retries_before = self._measured
-        self._measured = busy_s, num_tokens, num_retries = self.busy_s, self._num_tokens, self._maker.num_retries
+        self._measured = busy_s, num_tokens, num_retries = self.busy_s, self.production.num_tokens, self._maker.num_retries
         seen = [each.group for each in taken if not each.failed]
         failed = [each.group for each in taken if each.failed]
         metrics = {
@@ -249,29 +277,38 @@ class RolloutManager:
             **failure_metrics([*seen, *failed], num_left_out=len(failed), num_retries=num_retries - retries_before),
             "rollout/tokens_per_second": Mean(num_tokens - tokens_before, busy_s - busy_before_s),
         }
+        if self._settings.rollout.order.partial:
+            metrics |= tail_metrics(seen, oldest_version=version - self._settings.rollout.max_staleness)
         if self._settings.rollout.filter is not None:
             metrics["rollout/filtered_groups"] = Sum(sum(each.filtered for each in taken))
         return metrics
 
     async def _take(self, count: int, *, step: int, progress: PhaseProgress) -> tuple[list[Chosen], int]:
-        """Return the next `count` groups in the order of prompts, and the number of renewed groups.
+        """Return `count` groups by `rollout.order`, and the number of renewed groups.
 
         Groups are only made when young enough. A run resumed with a smaller max_staleness may still
         find older ones, also in answers and samples of unfinished groups: hence the second renewal.
         """
-        oldest = step - self._settings.rollout.max_staleness
-        renewed = self._buffer.renew(count, oldest_version=oldest)
-        await self._make(count, step=step, progress=progress)
-        again = self._buffer.renew(count, oldest_version=oldest)
+        order, oldest = self._settings.rollout.order, step - self._settings.rollout.max_staleness
+
+        def renew() -> int:
+            among = count if isinstance(order, InOrder) else self._buffer.counts().done
+            return self._buffer.renew(among, oldest_version=oldest, by_newest=order.partial)
+
+        renewed = renew()
+        ids = await self.production.make(count, step=step, progress=progress)
+        again = renew()
         if again:
             # Renewed groups are counted again.
             progress.advance(-count)
-            await self._make(count, step=step, progress=progress)
-        groups = self._buffer.done(count)
+            ids = await self.production.make(count, step=step, progress=progress)
+        groups = self._buffer.groups(ids)
+        if order.partial:
+            groups = [without_stale_tokens(group, oldest_version=oldest) for group in groups]
         # In a thread: a filter may be slow, and engines must continue meanwhile.
         chosen = await asyncio.to_thread(lambda: [self._choice.choose(group) for group in groups])
         self._buffer.consume({each.group.id: each.rejection for each in chosen}, step=step + 1)
-        check_versions(groups, step=step, oldest_version=oldest, rollout=self._maker.name)
+        check_versions(groups, step=step, oldest_version=0 if order.partial else oldest, rollout=self._maker.name)
         for group in groups:
             self._identical.add(group)
         self._identical.check(step=step, rollout=self._maker.name)
@@ -295,70 +332,6 @@ class RolloutManager:
         new, all_failures = (self._failures_of(each.group for each in groups) for groups in (chosen, taken))
         self._rollout_failures.note(new, total=num_samples * len(chosen), step=step + 1)
         self._rollout_failures.check(all_failures, total=num_samples * len(taken))
-
-    # Groups in the making, also while the trainer trains
-
-    @property
-    def busy_s(self) -> float:
-        """Return the seconds so far with a training group in the making. Safe in any thread."""
-        return self._busy_before_s + (time.monotonic() - self._busy_since_s if self._tasks else 0.0)
-
-    async def _make(self, count: int, *, step: int, progress: PhaseProgress) -> None:
-        """Wait until the first `count` untrained groups are done, with later ones on their way.
-
-        The first `count` groups belong to the step after `step` steps, every `prompts_per_step`
-        behind to the next step, or to an earlier one where groups before are left out. Step s trains
-        the weights of version s. So the last admitted group is trained on `max_staleness` steps
-        later at the latest, with tokens of version `step` or later. Raises the failure of any group.
-        """
-        run, rollout = self._settings.run, self._settings.rollout
-        self._admit(count + min(rollout.max_staleness, run.num_steps - 1 - step) * self._settings.data.prompts_per_step)
-        # Read once: the order in front of the awaited groups does not change meanwhile.
-        self._missing = self._buffer.unfinished(among=count)
-        shown = 0
-        while True:
-            self._finished.clear()
-            if self._failure is not None:
-                raise self._failure
-            ready = count - len(self._missing)
-            progress.advance(ready - shown)
-            shown = ready
-            if not self._missing:
-                return
-            await self._finished.wait()
-
-    def _admit(self, num_groups: int) -> None:
-        """Begin the first `num_groups` untrained groups, in the order of prompts."""
-        lacking = num_groups - self._buffer.counts().waiting
-        if lacking > 0:
-            self._buffer.add_prompts(self.prompts.source.next_prompts(lacking))
-        for prompt in self._buffer.take_pending(num_groups, among=num_groups):
-            if not self._tasks:
-                self._busy_since_s = time.monotonic()
-            task = asyncio.create_task(self._produce(prompt))
-            self._tasks.add(task)
-            task.add_done_callback(self._finish)
-
-    async def _produce(self, prompt: Prompt) -> None:
-        """Put a group into the buffer, even when no caller waits any more."""
-        greedy = self._settings.objective.advantage.needs_greedy
-        make = self._maker.make_with_baseline if greedy else self._maker.make
-        group = await make(prompt, num_samples=self._settings.data.samples_per_prompt, buffer=self._buffer)
-        self._buffer.put_done(group)
-        self._missing.discard(group.id)
-        self._num_tokens += sum(len(sample.response_ids) for sample in group.samples)
-
-    def _finish(self, task: "asyncio.Task[None]") -> None:
-        if len(self._tasks) == 1:
-            now_s = time.monotonic()
-            self._busy_before_s += now_s - self._busy_since_s
-            self._busy_since_s = now_s
-        self._tasks.discard(task)
-        if not task.cancelled():
-            # asyncio prints the traceback of each exception that is not read.
-            error = task.exception()
-            self._failure = self._failure or error
-        self._finished.set()
 
     # Held-out prompts
 

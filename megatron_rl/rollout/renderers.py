@@ -1,7 +1,7 @@
 """The renderer of a model: messages to tokens and back, chosen by model type and chat template.
 
-The library `renderers` has the families; a renderer that agrees with the tokenizer's own chat
-template on PROBES is used, else the template itself, whose every further turn is a new branch.
+The library `renderers` has the families. A renderer that agrees with the tokenizer's chat template
+on PROBES is used, else the template: then a turn is a branch where it changes an earlier token.
 """
 
 from collections.abc import Mapping, Sequence
@@ -45,7 +45,7 @@ PROBES: tuple[tuple[Sequence[Mapping[str, Any]], bool], ...] = (
         True,
     ),
 )
-"""Conversations that renderer and chat template have to turn into the same tokens; True: with a tool."""
+"""Conversations of which renderer and chat template make the same tokens; True: with a tool."""
 
 
 _NO_BRIDGE = "no renderer of its own: a turn is a branch wherever the chat template changes a token of the turns before"
@@ -111,9 +111,10 @@ def _agrees(renderer: "Renderer", tokenizer: "PreTrainedTokenizerBase") -> bool:
 
 def _note(renderer: "Renderer") -> str:
     """Return a sentence about later turns and earlier reasoning under this renderer."""
-    # The example of a finished turn: prompt, an answer without reasoning, and the next message.
-    prompt = renderer.render_ids([{"role": "user", "content": "Hi."}], add_generation_prompt=True)
-    answer = [*renderer.render_ids([{"role": "user", "content": "Hi."}])[-1:], *renderer.get_stop_token_ids()[:1]]
+    # The example of a finished turn: prompt, an answer with reasoning, and the next message.
+    said: Any = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Yes.", "reasoning_content": "So."}]
+    prompt = renderer.render_ids(said[:1], add_generation_prompt=True)
+    answer = renderer.render_ids(said)[len(prompt) :]
     keeps = {
         role: renderer.bridge_to_next_turn(prompt, answer, [{"role": role, "content": "3", "tool_call_id": "call_0"}]) is not None
         for role in ("tool", "user")

@@ -1,4 +1,4 @@
-"""A rollout function tried with a scripted engine, on its contract and its fidelity to the engine."""
+"""Try a rollout function or an environment against a scripted engine."""
 
 import asyncio
 from collections.abc import Sequence
@@ -11,8 +11,8 @@ from megatron_rl.engines.answers import Generation
 from megatron_rl.engines.sampling import Sampling
 from megatron_rl.errors import UserError, counted
 from megatron_rl.plugins.kinds import Rollout
-from megatron_rl.rollout.environment_rollout import opened_rollout
 from megatron_rl.rollout.groups import without_exit
+from megatron_rl.rollout.opened_rollout import opened_rollout
 from megatron_rl.rollout.sample_checks import check_samples
 from megatron_rl.system.deadlines import PLUGIN_PROBE_S
 from megatron_rl.types import Experts, Ints, Prompt, Sample, StopReason
@@ -80,7 +80,7 @@ def scripted_experts(tokens: Ints) -> Experts:
 
 
 class RolloutTrial:
-    """A rollout function tried with a scripted engine; every method raises UserError on a breach."""
+    """A trial of a rollout, own function or hosted; every method raises UserError on a breach."""
 
     def __init__(
         self,
@@ -97,14 +97,18 @@ class RolloutTrial:
         self.samples: tuple[Sample, ...] = ()
 
     def run(self) -> None:
-        """Call the function for 1 and for 4 samples, and check the results as a run does."""
-        with opened_rollout(self._settings, tokenizer=self._tokenizer, model_type=self._model_type, must_reward=False) as rollout:
-            self.samples = (*self._call(rollout, 1), *self._call(rollout, 4))
+        """Call the rollout for 1 and for 4 samples, and check the results as a run does."""
 
-    def _call(self, rollout: Rollout, num_samples: int) -> tuple[Sample, ...]:
+        async def work() -> tuple[Sample, ...]:
+            opened = opened_rollout(self._settings, tokenizer=self._tokenizer, model_type=self._model_type, must_reward=False)
+            async with opened as rollout:
+                return (*await self._call(rollout, 1), *await self._call(rollout, 4))
+
+        self.samples = asyncio.run(work())
+
+    async def _call(self, rollout: Rollout, num_samples: int) -> tuple[Sample, ...]:
         prompt = Prompt(id="contract", token_ids=np.array([1, 2, 3]), text="2+2=", label="4")
-
-        async def work() -> Sequence[Sample]:
+        try:
             made = rollout(
                 prompt=prompt,
                 generator=self._engine,
@@ -112,10 +116,7 @@ class RolloutTrial:
                 num_samples=num_samples,
                 tokenizer=self._tokenizer,
             )
-            return await asyncio.wait_for(without_exit(made), PLUGIN_PROBE_S)
-
-        try:
-            samples = asyncio.run(work())
+            samples = await asyncio.wait_for(without_exit(made), PLUGIN_PROBE_S)
         except TimeoutError as error:
             raise UserError(f"{self._name} has not answered a probe after {PLUGIN_PROBE_S:.0f} s; look what it waits for") from error
         except Exception as error:  # a user's function can fail in any way

@@ -1,4 +1,4 @@
-"""Checks of what a rollout returned for one prompt: each violation names the field, got and needed."""
+"""Check the samples of one prompt's rollout. An error names the field, what it got and needs."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_rl.errors import UserError
-from megatron_rl.types import Prompt, Sample, trajectories
+from megatron_rl.types import Group, Prompt, Sample, trajectories
 
 MAX_LOG_PROB = 1e-3  # nats above 0 that rounding explains: a softmax in bfloat16 need not sum to 1
 
@@ -87,3 +87,9 @@ def without_outdated_experts(sample: Sample) -> Sample:
     if sample.routed_experts is None or len(np.unique(versions)) <= 1:
         return sample
     return replace(sample, routed_experts=sample.routed_experts[:0])
+
+
+def without_stale_tokens(group: Group, *, oldest_version: int) -> Group:
+    """Return the group with tokens of versions before `oldest_version` as context, outside of the loss mask."""
+    masks = [sample.loss_mask & (sample.weight_versions >= oldest_version) for sample in group.samples]
+    return replace(group, samples=tuple(replace(sample, loss_mask=mask) for sample, mask in zip(group.samples, masks, strict=True)))

@@ -3,7 +3,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_rl.observe.group_metrics import evaluation_metrics, has_one_reward, rollout_metrics
+from megatron_rl.observe.group_metrics import evaluation_metrics, has_one_reward, rollout_metrics, tail_metrics
 from megatron_rl.observe.metrics import check_metrics, metric_values
 from megatron_rl.types import Group, Prompt, Reward, RewardOutcome, Sample, StopReason
 
@@ -51,6 +51,17 @@ def test_lengths_truncation_and_staleness() -> None:
     assert values["rollout/staleness_max"] == 2
     assert (values["rollout/staleness_share/0"], values["rollout/staleness_share/2"]) == (0.25, 0.75)
     assert values["rollout/mixed_versions_fraction"] == 0.0
+
+
+def test_lengths_trained_on_leave_context_out() -> None:
+    """Of 3 and 5 tokens, of which an environment wrote one, 2 are too old, and 4 are trained on."""
+    first = replace(sample(scored(0), length=3), loss_mask=np.array([False, False, True]), weight_versions=np.array([2, 3, 4]))
+    versions = np.array([4, -1, 4, 4, 5])
+    second = replace(sample(scored(1), length=5), loss_mask=np.array([True, False, False, True, True]), weight_versions=versions)
+    metrics = tail_metrics([Group("p", PROMPT, (first,)), Group("p", PROMPT, (second,))], oldest_version=4)
+    check_metrics(metrics)
+    values = metric_values(metrics)
+    assert values == {"rollout/trained_length": 2.0, "rollout/stale_context_fraction": pytest.approx(2 / 7)}
 
 
 def test_tokens_of_one_age_are_told_where_it_is_not_the_newest() -> None:

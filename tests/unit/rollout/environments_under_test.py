@@ -1,16 +1,19 @@
 """Environments for tests: right, slow and broken ones. No test of its own."""
 
 import asyncio
+import math
 import os
 import subprocess
 import sys
+import threading
 import time
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 from megatron_rl import Environment, Reply, ToolError
-from megatron_rl.types import Message
+from megatron_rl.types import Message, Prompt
 
 
 class Shop(Environment):
@@ -56,6 +59,30 @@ class Slow(Environment):
     tools = (wait,)
 
 
+class AsyncSlow(Environment):
+    """Never begins."""
+
+    async def reset(self, *, prompt: Prompt) -> None:
+        await asyncio.Event().wait()
+
+
+class Meeting(Environment):
+    """A tool of one trajectory waits for that of another one."""
+
+    met = threading.Event()
+
+    def wait(self) -> str:
+        """Wait."""
+        return str(self.met.wait(20))
+
+    async def meet(self) -> str:
+        """Meet."""
+        self.met.set()
+        return "met"
+
+    tools = (wait, meet)
+
+
 class Endless(Environment):
     """Asks on and on."""
 
@@ -85,6 +112,21 @@ class Broken(Environment):
         if kind == "child":
             child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
             return Reply(done=True, content=str(child.pid), reward={str(child.pid): 0.0})
+        if kind == "print":
+            print(f"{os.getpid()} says so")
+            return "said"
+        if kind == "two lines":
+            raise ValueError("two\nlines")
+        if kind == "surrogate":
+            return "a\ud800"
+        if kind == "large":
+            return "x" * 2**20
+        if kind == "larger":
+            return "x" * 2**17
+        if kind == "bytes":
+            return Reply(content=b"x")  # type: ignore[arg-type]
+        if kind == "text":
+            return Reply(done=True, reward="much")  # type: ignore[arg-type]
         if kind == "infinite":
             return Reply(done=True, reward=float("inf"))
         if kind == "empty":
@@ -93,10 +135,96 @@ class Broken(Environment):
 
 
 class Unwilling(Environment):
-    """Has a first message of no use."""
+    """Has first messages of no use."""
 
-    def reset(self, *, prompt: object) -> list[Message]:
-        return [{"role": "user"}]
+    def reset(self, *, prompt: Prompt) -> list[Message]:
+        said: Message = {"role": "user", "content": "Hi."}
+        found: dict[str, Any] = {
+            "bare": [{"role": "user"}], "role": [{"content": "Hi."}], "parts": [{"role": "user", "content": ["Hi."]}], "words": "Hi.",
+            "none": [], "number": 5, "bytes": [said | {"name": b"x"}], "set": [said | {"name": {1}}], "nan": [said | {"score": math.nan}],
+            "surrogate": [said | {"content": "\udcff"}],
+        }  # fmt: skip
+        return found[str(prompt.label)]  # type: ignore[no-any-return]
+
+
+class AsyncUnwilling(Unwilling):
+    """The same on an event loop."""
+
+    async def step(self, *, message: Message) -> str:
+        return "more"
+
+
+class Point(BaseModel):
+    """A place."""
+
+    x: int
+    y: int = 7
+
+
+class Wide(Environment):
+    """Takes arguments of all forms."""
+
+    def place(
+        self, points: list[Point], *, name: str | None = None, kind: Literal["a", "b"] = "a", _hidden: int = 3, copy: bool = False
+    ) -> str:
+        """Say the arguments as they came."""
+        return f"{[(point.x, point.y) for point in points]} {name} {kind} {_hidden} {copy}"
+
+    def both(self, end: bool = False) -> Reply:
+        """Reward twice, and end where asked to."""
+        return Reply(content="ja, schön: \0 \u2028 \U0001f600", reward={"both": 0.5}, done=end)
+
+    def fail(self) -> str:
+        """Fail."""
+        raise ValueError("no ToolError")
+
+    tools = (place, both, fail)
+
+
+def _numbered(number: int) -> Callable[[object], str]:
+    def tool(self: object) -> str:
+        return str(number)
+
+    tool.__name__ = f"tool_{number}"
+    return tool
+
+
+Thirty = type("Thirty", (Environment,), {f"tool_{number}": _numbered(number) for number in range(30)})
+Thirty.tools = tuple(vars(Thirty)[f"tool_{number}"] for number in range(30))  # type: ignore[attr-defined]
+
+
+def _with_tools(*tools: Any) -> type[Environment]:
+    return type("Odd", (Environment,), {getattr(tool, "__name__", "x"): tool for tool in tools} | {"tools": tools})
+
+
+def reset(self: object) -> str: ...  # type: ignore[empty-body]
+def prompt(self: object) -> str: ...  # type: ignore[empty-body]
+def many(self: object, *words: str) -> str: ...  # type: ignore[empty-body]
+def placed(self: object, word: str, /) -> str: ...  # type: ignore[empty-body]
+def same(self: object) -> str: ...  # type: ignore[empty-body]
+
+
+class Outside(Environment):
+    """A tool that is no method."""
+
+    tools = (same,)
+
+
+class Text(Environment):
+    """A name in place of a method."""
+
+    tools = ("look",)  # type: ignore[assignment]
+
+
+class One(Environment):
+    """A method in place of a tuple."""
+
+    def look(self) -> str: ...  # type: ignore[empty-body]
+
+    tools = look  # type: ignore[assignment]
+
+
+Reset, PromptTool, Many, Placed, Twice = (_with_tools(*tools) for tools in ((reset,), (prompt,), (many,), (placed,), (same, same)))
 
 
 class Untyped(Environment):

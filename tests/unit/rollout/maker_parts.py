@@ -33,7 +33,7 @@ def make_maker(
 
 
 def generator_of(pool: EnginePool, name: str = "p") -> PoolGenerator:
-    group = {"urgency": Urgency.TRAINING, "arrival": pool.arrival(), "kept": KeptAnswers(None, name)}
+    group = {"urgency": Urgency.TRAINING, "arrival": pool.arrival(), "kept": KeptAnswers(None, name), "decode": NumberTokenizer().decode}
     return PoolGenerator(pool, seed=f"0 {name}", max_tokens=64, max_answer=4, **group)  # type: ignore[arg-type]
 
 

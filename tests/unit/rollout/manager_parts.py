@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -68,12 +69,16 @@ class Client:
         self.address = address
         self.timeouts = request_timeout_s, control_timeout_s
         self.generate = Client.engine.generate
+        self.served: Counter[str] = Counter()
 
     async def __aenter__(self) -> "Client":
         return self
 
     async def __aexit__(self, *_: object) -> None:
         return None
+
+    async def load(self) -> None:
+        """Nothing is known; a test on a busy machine is long enough to be asked."""
 
 
 class UnequalRewards(Rewards):
@@ -106,7 +111,8 @@ def settings_for(directory: Path, model: Path) -> Callable[..., Settings]:
     def make(*overrides: str) -> Settings:
         paths = (f"run.directory={directory}/run", f"model.path={model}", f"data.train={directory}/train.jsonl", "run.num_steps=8")
         sizes = (f"data.prompts_per_step={PROMPTS_PER_STEP}", "data.samples_per_prompt=2", "rollout.max_concurrent_requests=6")
-        return load_settings(None, [*paths, *sizes, "rollout.sampling.max_response_tokens=8", *overrides])
+        corrected = "objective.off_policy={mode: truncate, high: 2.0}"
+        return load_settings(None, [*paths, *sizes, corrected, "rollout.sampling.max_response_tokens=8", *overrides])
 
     return make
 

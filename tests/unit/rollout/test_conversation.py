@@ -27,13 +27,14 @@ class Talk:
         renderer = choose_renderer(self.tokenizer, model_type="qwen3").renderer
         self.conversation = Conversation(renderer, self.policy, tokenizer=self.tokenizer, session="s")
 
-    def ask(self, *messages: Message, max_tokens: int = 200) -> Turn:
-        turn = self.try_ask(*messages, max_tokens=max_tokens)
+    def ask(self, *messages: Message, max_tokens: int = 200, tool: Message = TOOL) -> Turn:
+        turn = self.try_ask(*messages, max_tokens=max_tokens, tool=tool)
         assert turn is not None
         return turn
 
-    def try_ask(self, *messages: Message, max_tokens: int = 200) -> Turn | None:
-        return asyncio.run(self.conversation.ask(messages, sampling=Sampling(max_tokens=max_tokens), tools=[TOOL]))
+    def try_ask(self, *messages: Message, max_tokens: int = 200, tool: Message = TOOL) -> Turn | None:
+        sampling = Sampling(max_tokens=max_tokens, stop_token_ids=(7,))
+        return asyncio.run(self.conversation.ask(messages, sampling=sampling, tools=[tool]))
 
     def check_each_token_once(self, samples: tuple[Sample, ...]) -> None:
         """Every sampled token is trained on in exactly one sample, behind the tokens that the engine saw."""
@@ -69,6 +70,42 @@ def test_turns_after_tools_keep_every_token() -> None:
     assert sample.trajectory is None and sample.stop_reason is StopReason.STOP
     assert (sample.prompt.id, sample.prompt.label, sample.prompt.metadata) == ("p", "4", {"row": 7})
     assert sample.prompt.text.endswith("Hi.<|im_end|>\n<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize("tools", [True, False], ids=["bridge", "template"])
+def test_the_deepest_turn_is_continued(tools: bool) -> None:
+    # Blanks that no template would write again.
+    texts = [call("add", "{  }"), call("add", '{"a":  12}'), "Done, at last."] if tools else ["Yes.", "Well, no.", "Done."]
+    talk = Talk(texts, template=THINKING_TEMPLATE if tools else PLAIN_TEMPLATE)
+    messages: list[Message] = [USER]
+    turns: list[Turn] = []
+    for answer in ("1", "22", "333"):
+        turns.append(talk.ask(*messages))
+        assert turns[-1].parent is (turns[-2] if turns[1:] else None)
+        more = tool_result(turns[-1], answer) if "tool_calls" in turns[-1].message else {"role": "user", "content": answer}
+        messages += [turns[-1].message, more]
+    (sample,) = talk.conversation.samples(PROMPT, trajectory=4)
+    talk.check_each_token_once((sample,))
+    assert sample.trajectory is None and sample.routed_experts is not None and set(sample.routed_experts.flat) == {3}
+    assert len(turns[0].generation.token_ids) < len(turns[1].generation.token_ids)
+
+
+def test_other_tools_begin_a_branch() -> None:
+    talk = Talk([call("add", "{}"), "A"])
+    first = talk.ask(USER)
+    second = talk.ask(USER, first.message, tool_result(first, "1"), tool=TOOL | {"name": "subtract"})
+    assert second.parent is None and "subtract" in talk.tokenizer.decode(second.prompt_ids)
+
+
+def test_a_bridge_that_cuts_what_was_sampled_is_not_taken() -> None:
+    """An answer goes on behind a marker of the end, as sampled with ignored ends; the engine stopped for a token of the settings."""
+    talk = Talk(["Yes<|im_end|>\nand", "No."])
+    talk.policy.end = ""
+    first = talk.ask(USER)
+    second = talk.ask(USER, first.message, {"role": "tool", "tool_call_id": "c", "content": "1"})
+    samples = talk.conversation.samples(PROMPT, trajectory=0)
+    talk.check_each_token_once(samples)
+    assert second.parent is None and len(samples) == 2
 
 
 def test_a_dropped_thought_begins_a_branch() -> None:
@@ -110,11 +147,20 @@ def test_edited_history_is_a_branch_of_its_own() -> None:
     talk.check_each_token_once(talk.conversation.samples(PROMPT, trajectory=0))
 
 
-def test_messages_compare_as_clients_write_them() -> None:
-    talk = Talk([call("add", '{"a": 1}'), "A"])
+@pytest.mark.parametrize("function", [{"name": "sub", "arguments": {}}, {"name": "add", "arguments": {"a": 2}}])
+def test_another_call_in_the_history_is_a_branch(function: Message) -> None:
+    talk = Talk([call("add", "{}"), "A"])
     first = talk.ask(USER)
-    calls = [each | {"function": {"name": "add", "arguments": '{ "a":1 }'}} for each in first.message["tool_calls"]]
-    echoed = {"role": "assistant", "content": None, "tool_calls": calls, "refusal": None}
+    edited = first.message | {"tool_calls": [each | {"function": function} for each in first.message["tool_calls"]]}
+    assert talk.ask(USER, edited, tool_result(first, "1")).parent is None
+
+
+def test_messages_compare_as_clients_write_them() -> None:
+    talk = Talk(["<think>\nso\n</think>\n\n" + call("add", '{"a": 1, "b": 2}'), "A"])
+    first = talk.ask(USER)
+    assert "reasoning_content" in first.message
+    calls = [each | {"function": {"name": "add", "arguments": '{ "b":2, "a":1 }'}} for each in first.message["tool_calls"]]
+    echoed = {"tool_calls": calls, "content": None, "role": "assistant", "refusal": None, "id": "msg_1"}
     assert talk.ask(USER, echoed, tool_result(first, "1")).parent is first
 
 
@@ -132,31 +178,78 @@ def test_the_first_other_marker_is_named() -> None:
     assert third.message["content"] and found is not None and "is <|im_start|>, the chat template has <|im_end|>" in found
 
 
-def test_a_cut_turn_is_never_extended() -> None:
-    talk = Talk(["Yes, this is long.", "No."])
-    first = talk.ask(USER, max_tokens=5)
-    assert first.generation.stop_reason is StopReason.LENGTH
-    second = talk.ask(USER, first.message, {"role": "user", "content": "Sure?"})
+@pytest.mark.parametrize("reason", [StopReason.LENGTH, StopReason.ABORT])
+@pytest.mark.parametrize("template", [THINKING_TEMPLATE, PLAIN_TEMPLATE], ids=["bridge", "template"])
+def test_a_cut_turn_is_never_extended(reason: StopReason, template: str) -> None:
+    talk = Talk(["Yes, this is long.", "No."], template=template)
+    talk.policy.reason = reason
+    first = talk.ask(USER, max_tokens=5 if reason is StopReason.LENGTH else 200)
+    assert first.generation.stop_reason is reason
+    talk.policy.reason = StopReason.STOP
+    second = talk.ask(USER, first.message, {"role": "tool", "tool_call_id": "c", "content": "Sure?"})
     assert second.parent is None
+    reasons = [sample.stop_reason for sample in talk.conversation.samples(PROMPT, trajectory=0)]
+    assert reasons == [reason, StopReason.STOP]
+
+
+def test_the_last_turn_says_how_a_sample_ended() -> None:
+    talk = Talk([call("add", "{}"), "Yes, this is long."])
+    first = talk.ask(USER)
+    talk.ask(USER, first.message, tool_result(first, "1"), max_tokens=5)
+    (sample,) = talk.conversation.samples(PROMPT)
+    assert sample.stop_reason is StopReason.LENGTH
+
+
+def test_an_end_that_the_template_adds_is_no_difference() -> None:
+    talk = Talk([call("add", "{}"), "A"])
+    first = talk.ask(USER)
+    talk.policy.end = ""
+    last = talk.ask(USER, first.message, tool_result(first, "1"))
+    messages = [USER, first.message, tool_result(first, "1"), last.message]
+    assert talk.conversation.structure_difference(messages, tools=[TOOL]) is None
+    found = talk.conversation.structure_difference([*messages, USER], tools=[TOOL])
+    assert found is not None and "is missing, the chat template has <|im_end|>" in found
 
 
 def test_answers_stay_within_the_context() -> None:
     talk = Talk(["Yes, this is long."] * 2)
     length = len(talk.ask(USER).prompt_ids)
-    small = Talk(["Yes, this is long."], context=length + 3)
-    turn = small.ask(USER)
-    assert len(turn.generation.token_ids) == 3 and small.policy.samplings[0].max_tokens == 3
+    for room in (3, 1):
+        small = Talk(["Yes, this is long."], context=length + room)
+        turn = small.ask(USER)
+        assert len(turn.generation.token_ids) == room and small.policy.samplings[0].max_tokens == room
     assert Talk([], context=length).try_ask(USER) is None
     ends = {talk.tokenizer.convert_tokens_to_ids(marker) for marker in ("<|im_end|>", "<|endoftext|>")}
-    assert set(talk.policy.samplings[0].stop_token_ids) == ends and talk.policy.sessions == ["s"]
+    assert set(talk.policy.samplings[0].stop_token_ids) == {7, *ends} and talk.policy.sessions == ["s"]
 
 
 @pytest.mark.parametrize(
-    ("text", "cause"), [("<tool_call>\n{oops\n</tool_call>", "invalid_json"), ('<tool_call>\n{"name": "add"', "unclosed_block")]
+    ("text", "cause"),
+    [
+        ("<tool_call>\n{oops\n</tool_call>", "invalid_json"),
+        ('<tool_call>\n{"name": "add"', "unclosed_block"),
+        ('<tool_call>\n{"arguments": {}}\n</tool_call>', "missing_name"),
+        (call("add", "[1]"), "malformed_structure"),
+        ('<tool_call>\n{"name": ["add"], "arguments": {}}\n</tool_call>', "malformed_structure"),
+        # More than Python's own reader of JSON takes.
+        (call("add", "[" * 2000), "invalid_json"),
+        (call("add", '{"a": %s}' % ("1" * 5000)), "invalid_json"),
+    ],
 )
 def test_unreadable_calls_are_named(text: str, cause: str) -> None:
-    message = Talk([text]).ask(USER).message
+    message = Talk([text], context=2**14).ask(USER, max_tokens=2**13).message
     assert message["tool_calls"][0]["error"] == cause
+    assert isinstance(message["tool_calls"][0]["function"]["name"], str)
+
+
+def test_each_call_has_an_id_of_its_own() -> None:
+    talk = Talk([call("add", "{}") * 2, call("add", "{}")])
+    first = talk.ask(USER)
+    second = talk.ask(
+        USER, first.message, *[{"role": "tool", "tool_call_id": each["id"], "content": "1"} for each in first.message["tool_calls"]]
+    )
+    names = [each["id"] for turn in (first, second) for each in turn.message["tool_calls"]]
+    assert len(names) == len(set(names)) == 3
 
 
 def test_the_renderer_is_the_templates() -> None:

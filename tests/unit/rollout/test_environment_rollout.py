@@ -11,7 +11,7 @@ from chat_parts import THINKING_TEMPLATE, Policy, call, chat_tokenizer
 from megatron_rl.config.settings import RolloutSettings
 from megatron_rl.engines.sampling import Sampling
 from megatron_rl.errors import TrajectoryError
-from megatron_rl.rollout.environment_rollout import opened_rollout
+from megatron_rl.rollout.opened_rollout import opened_rollout
 from megatron_rl.rollout.sample_checks import check_samples
 from megatron_rl.types import Prompt, Sample, StopReason
 
@@ -32,18 +32,26 @@ def play(
     context: int = 4096,
     label: str = "4",
     max_tokens: int = 200,
+    end: str = "<|im_end|>",
+    reason: StopReason = StopReason.STOP,
+    sessions: list[str | None] | None = None,
     **settings: object,
 ) -> tuple[Sample, ...]:
-    """The samples of a rollout with the environment `name`, after the checks of a run."""
+    """The samples of a rollout with the environment `name`, after the checks of a run; adds to `sessions` those that asked."""
     tokenizer = chat_tokenizer(THINKING_TEMPLATE)
     chosen = RolloutSettings(environment=f"environments_under_test:{name}", **settings)  # type: ignore[arg-type]
     prompt = Prompt(id="p", token_ids=np.array([1]), text="Hi.", label=label)
-    with opened_rollout(chosen, tokenizer=tokenizer, model_type="qwen3", must_reward=must_reward) as rollout:
-        policy = Policy(tokenizer, texts, context=context)
-        work = rollout(
-            prompt=prompt, generator=policy, sampling=Sampling(max_tokens=max_tokens), num_samples=num_samples, tokenizer=tokenizer
-        )
-        samples = asyncio.run(asyncio.wait_for(work, 60))  # type: ignore[arg-type]
+    policy = Policy(tokenizer, texts, context=context)
+    policy.end, policy.reason = end, reason
+    policy.sessions = policy.sessions if sessions is None else sessions
+
+    async def work() -> Sequence[Sample]:
+        async with opened_rollout(chosen, tokenizer=tokenizer, model_type="qwen3", must_reward=must_reward) as rollout:
+            return await rollout(
+                prompt=prompt, generator=policy, sampling=Sampling(max_tokens=max_tokens), num_samples=num_samples, tokenizer=tokenizer
+            )
+
+    samples = asyncio.run(asyncio.wait_for(work(), 60))
     return check_samples(samples, prompt=prompt, num_samples=num_samples, vocab_size=len(tokenizer), max_tokens=context)
 
 
@@ -71,10 +79,67 @@ def test_all_branches_have_the_trajectorys_reward() -> None:
     assert [sample.truncated for sample in samples] == [False, True]
 
 
+def test_rewards_of_a_name_are_summed_over_turns_and_tools() -> None:
+    texts = [call("both", "{}"), call("both", "{}") * 2, call("both", '{"end": true}')]
+    (sample,) = play("Wide", texts)
+    assert sample.reward is not None and sample.reward.value == 2.0 and sample.reward.components == {"both": 2.0}
+    assert sample.metadata["num_tool_calls"] == 4
+    # Each result of the second turn is in the conversation.
+    assert sample.response_text.count("ja, schön") == 3
+
+
 def test_trajectories_of_one_call_are_numbered() -> None:
-    samples = play("Shop", ["4", "5"], num_samples=2)
+    sessions: list[str | None] = []
+    samples = play("Shop", ["4", "5"], num_samples=2, sessions=sessions)
     assert [(sample.index, sample.trajectory) for sample in samples] == [(0, None), (1, None)]
     assert [sample.reward.value for sample in samples if sample.reward] == [1.0, 0.0]
+    assert len(set(sessions)) == len(sessions) == 2
+
+
+def test_branches_of_several_trajectories_are_numbered() -> None:
+    thoughts = ["<think>\nhm\n</think>\n\nA", "B"] * 2
+    samples = play("Endless", thoughts, max_turns=2, num_samples=2)
+    assert [(sample.index, sample.trajectory) for sample in samples] == [(0, 0), (1, 0), (2, 1), (3, 1)]
+
+
+def test_a_conversation_of_other_markers_has_the_difference_as_metadata() -> None:
+    (right,) = play("Shop", ["4"])
+    (sample,) = play("Shop", ["4"], end="<|endoftext|>")
+    assert "structure_difference" not in right.metadata
+    assert "is <|endoftext|>, the chat template has <|im_end|>" in sample.metadata["structure_difference"]
+
+
+def test_an_aborted_answer_ends_a_trajectory_as_aborted() -> None:
+    (sample,) = play("Endless", ["Well"], reason=StopReason.ABORT)
+    assert sample.stop_reason is StopReason.ABORT and sample.metadata["num_turns"] == 1
+
+
+def test_odd_texts_reach_the_policy_token_by_token() -> None:
+    (sample,) = play("Wide", [call("both", "{}"), call("both", '{"end": true}')])
+    assert "ja, schön: \0 \u2028 \U0001f600\n</tool_response>" in sample.response_text
+
+
+def test_a_text_of_a_megabyte_fills_the_context() -> None:
+    (sample,) = play("Broken", ["4"], label="large")
+    assert sample.truncated and sample.metadata["num_turns"] == 1 and len(sample.response_ids) < 10
+
+
+def test_thirty_tools_are_offered_and_called() -> None:
+    (sample,) = play("Thirty", [call("tool_29", "{}"), "4"], must_reward=False, context=8192)
+    assert sample.prompt.text.count('{"type": "function"') == 30 and "\n29\n" in sample.response_text
+
+
+@pytest.mark.parametrize("setting", [{"max_turns": 0}, {"max_turns": None}, {"step_timeout_s": 0}, {"step_timeout_s": None}])
+def test_budgets_without_a_value_are_refused(setting: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=rf"{next(iter(setting))}\n *Input should be"):
+        RolloutSettings(environment="a:B", **setting)  # type: ignore[arg-type]
+
+
+def test_a_budget_of_one_turn_answers_its_tools() -> None:
+    (sample,) = play("Shop", [call("put", '{"key": "a", "value": "4"}')], max_turns=1)
+    assert sample.truncated and sample.metadata["num_tool_calls"] == 1
+    with pytest.raises(TrajectoryError, match=r"more than 0\.001 s to reset"):
+        play("AsyncSlow", ["4"], step_timeout_s=0.001)
 
 
 @pytest.mark.parametrize("limit", [{"max_turns": 2}, {"max_tokens": 3}, {"context": 700}])
@@ -102,3 +167,6 @@ def test_failures_have_a_cause() -> None:
     with pytest.raises(TrajectoryError, match="no room for an answer in 20 tokens") as raised:
         play("Shop", ["4"], context=20)
     assert raised.value.cause == "context"
+    with pytest.raises(TrajectoryError, match="reset returned no message") as raised:
+        play("Unwilling", ["4"], label="none")
+    assert raised.value.cause == "contract"

@@ -2,9 +2,13 @@
 
 import asyncio
 import contextlib
+import importlib
+import multiprocessing
 import os
+import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -118,12 +122,12 @@ def test_tools_of_one_message_run_at_the_same_time() -> None:
         ("exit", "SystemExit: 3"),
         ("crash", "its process ended before it answered"),
         ("memory", "MemoryError"),
-        ("infinite", "'environment' is inf, needs a finite number"),
-        ("empty", "needs a message for the policy or the end"),
-        ("number", "step returned 4 of type int, needs a string or a Reply"),
+        ("two lines", "ValueError: two lines"),
+        ("larger", "its answer has more than 0.0625 MiB, needs less"),
     ],
 )
-def test_a_failure_costs_its_trajectory_alone(label: str, words: str) -> None:
+def test_a_failure_costs_its_trajectory_alone(label: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_rl.rollout.environment_host._LINE_BYTES", 2**16)
     with Environments("environments_under_test:Broken", {}) as environments:
 
         async def work() -> tuple[Answer, Answer]:
@@ -135,6 +139,105 @@ def test_a_failure_costs_its_trajectory_alone(label: str, words: str) -> None:
         failed, other = asyncio.run(work())
     assert failed["cause"] == "environment" and words in failed["headline"]
     assert "messages" in other
+
+
+@pytest.mark.parametrize(
+    ("label", "words"),
+    [
+        ("infinite", "'environment' is inf, needs a finite number"),
+        ("text", "'environment' is 'much', needs a finite number"),
+        ("empty", "needs a message for the policy or the end"),
+        ("number", "step returned 4 of type int, needs a string or a Reply"),
+        ("bytes", "content=b'x'"),
+        ("surrogate", "a message or a reward is nothing that JSON can hold ('utf-8' codec can't encode character"),
+    ],
+)
+def test_a_reply_of_no_use_is_against_the_contract(label: str, words: str) -> None:
+    with Environments("environments_under_test:Broken", {}) as environments:
+        _, failed = play(environments, [said("4")], label=label)
+    assert (failed["cause"], failed["trace"]) == ("contract", "") and words in failed["headline"]
+
+
+@pytest.mark.parametrize("name", ["Unwilling", "AsyncUnwilling"])
+def test_first_messages_of_no_use_are_against_the_contract(name: str) -> None:
+    with Environments(f"environments_under_test:{name}", {}) as environments:
+        for label, words in (
+            ("bare", "reset returned the message {'role': 'user'}, needs the strings 'role' and 'content'"),
+            ("role", "needs the strings 'role' and 'content'"),
+            ("parts", "needs the strings 'role' and 'content'"),
+            ("words", "reset returned the message 'H', needs"),
+            ("number", "reset returned 5, needs a list of messages, or None"),
+            ("bytes", "JSON can hold (Object of type bytes is not JSON serializable), needs text, finite numbers"),
+            ("set", "Object of type set"),
+            ("nan", "Out of range float values"),
+            ("surrogate", "surrogates not allowed"),
+        ):
+            (failed,) = play(environments, [], label=label)
+            assert failed["cause"] == "contract" and words in failed["headline"], label
+
+
+def test_a_large_text_and_what_is_printed_arrive(tmp_path: Path) -> None:
+    with Environments("environments_under_test:Broken", {}, log_path=tmp_path / "logs" / "environments.log") as environments:
+        _, large = play(environments, [said("4")], label="large")
+        play(environments, [said("4")], label="print")
+    assert large["messages"] == [{"role": "user", "content": "x" * 2**20}]
+    assert "says so\n" in (tmp_path / "logs" / "environments.log").read_text()
+
+
+def test_arguments_of_all_forms_are_checked_and_passed() -> None:
+    with Environments("environments_under_test:Wide", {}) as environments:
+        place = environments.tools[0]["parameters"]
+        assert place["required"] == ["points"] and list(place["properties"]) == ["points", "name", "kind", "_hidden", "copy"]
+        assert place["properties"]["points"]["items"] == {"$ref": "#/$defs/Point"} and place["$defs"]["Point"]["required"] == ["x"]
+        given = {"points": [{"x": 1}, {"x": 2, "y": 3}], "name": "é\u2028", "kind": "b", "_hidden": 4, "copy": True}
+        wrong = [given | {"kind": "c"}, {"points": [{"y": 1}]}, {"points": 1}, [], "text", None, {"points": [], "own_copy": True}]
+        _, right, short, refused = play(
+            environments, [said("", ("place", given)), said("", ("place", {"points": []})), said("", *[("place", each) for each in wrong])]
+        )
+    assert right["messages"][0]["content"] == "[(1, 7), (2, 3)] é\u2028 b 4 True"
+    assert short["messages"][0]["content"] == "[] None a 3 False"
+    assert refused["num_errors"] == refused["num_calls"] == len(wrong)
+    shown = [message["content"] for message in refused["messages"]]
+    assert shown[0].startswith("error: kind: Input should be 'a' or 'b'") and shown[1] == "error: points.0.x: Field required"
+    assert [message["tool_call_id"] for message in refused["messages"]] == [f"c{number}" for number in range(len(wrong))]
+
+
+def test_replies_to_one_message_are_one_answer() -> None:
+    with Environments("environments_under_test:Wide", {}) as environments:
+        _, going, ended = play(environments, [said("", *[("both", {})] * 3), said("", ("both", {"end": True}), ("both", {}), ("sell", {}))])
+        _, failed = play(environments, [said("", ("both", {}), ("fail", {}))])
+    assert (going["done"], going["parts"], going["num_calls"], going["num_errors"]) == (False, {"both": 1.5}, 3, 0)
+    assert (ended["done"], ended["parts"], ended["num_calls"], ended["num_errors"]) == (True, {"both": 1.0}, 3, 1)
+    assert going["messages"][0]["content"] == "ja, schön: \0 \u2028 \U0001f600"
+    assert (failed["cause"], failed["headline"]) == ("environment", "ValueError: no ToolError")
+    assert "raise ValueError" in failed["trace"]
+
+
+def test_no_tools_and_thirty() -> None:
+    with Environments("environments_under_test:Endless", {}) as environments:
+        assert environments.tools == []
+        assert play(environments, [said("", ("look", {}))])[1]["messages"][0]["content"] == "error: there is no tool 'look', only none"
+    with Environments("environments_under_test:Thirty", {}) as environments:
+        _, answer = play(environments, [said("", *[(f"tool_{number}", {}) for number in range(30)])])
+    assert [message["content"] for message in answer["messages"]] == [str(number) for number in range(30)]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("Reset", r"the tool reset has the name of .* an attribute of every Environment, .* rename it"),
+        ("PromptTool", r"the tool prompt has the name"),
+        ("Twice", r"the tool same has the name of another tool"),
+        ("Outside", r"Outside\.tools has <function same.*>, needs methods of the class"),
+        ("Text", r"Text\.tools has 'look', needs methods of the class"),
+        ("One", r"One\.tools is <function One\.look.*>, needs a tuple of methods"),
+        ("Many", r"the tool many takes \*words: str, a variadic positional argument, needs each by a name"),
+        ("Placed", r"the tool placed takes word: str, a positional-only argument"),
+    ],
+)
+def test_odd_tools_are_refused(name: str, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        Environments(f"environments_under_test:{name}", {})
 
 
 def test_a_hang_ends_with_its_trajectory() -> None:
@@ -157,13 +260,81 @@ def test_what_an_environment_started_ends_with_it() -> None:
         wait_until_gone(int(next(iter(answer["parts"]))))
 
 
+def test_the_sweep_leaves_what_still_has_an_owner() -> None:
+    """The helper of the module, and the daemon of an environment that is still open."""
+    with Environments("helped_environment:Helped", {}) as environments:
+
+        async def work() -> tuple[list[int], list[int]]:
+            async with environments.open() as home:
+                await home.reset(prompt_of("4"))
+                kept = [int(pid) for pid in (await home.answer(said("4")))["messages"][0]["content"].split()]
+                # The first sweep is over when the second has begun.
+                for _ in range(2):
+                    _, other = await asyncio.to_thread(play, environments, [said("4")])
+                    await asyncio.to_thread(wait_until_gone, int(other["messages"][0]["content"].split()[1]))
+                assert "messages" in await home.answer(said("4"))
+                return kept, [pid for pid in kept if not is_gone(pid)]
+
+        kept, alive = asyncio.run(work())
+        assert len(kept) == 2 and alive == kept
+    for pid in kept:
+        wait_until_gone(pid)
+    importlib.import_module("helped_environment").HELPER.kill()
+
+
+def test_a_sync_tool_holds_up_no_other_trajectory() -> None:
+    with Environments("environments_under_test:Meeting", {}) as environments:
+
+        async def work() -> tuple[Answer, Answer]:
+            async with environments.open() as one, environments.open() as other:
+                await asyncio.gather(one.reset(prompt_of("4")), other.reset(prompt_of("4")))
+                return await asyncio.gather(one.answer(said("", ("wait", {}))), other.answer(said("", ("meet", {}))))
+
+        waited, _ = asyncio.run(asyncio.wait_for(work(), 60))
+    assert waited["messages"][0]["content"] == "True"
+
+
 def test_a_killed_server_is_started_again() -> None:
     with Environments("environments_under_test:Shop", {}) as environments:
         play(environments, [])
         server = environments._server.process  # type: ignore[union-attr]
         os.kill(server.pid, 9)
         server.join()
-        assert "messages" in play(environments, [])[0]
+
+        async def together() -> list[Answer]:
+            async with AsyncExitStack() as stack:
+                homes = await asyncio.gather(*(stack.enter_async_context(environments.open()) for _ in range(4)))
+                return await asyncio.gather(*(home.reset(prompt_of("4")) for home in homes))
+
+        assert all("messages" in answer for answer in asyncio.run(together()))
+        assert len([each for each in multiprocessing.active_children() if each.name == "environments"]) == 1, "one new one for all"
+
+
+def test_a_server_that_does_not_read_stops_nobody_else() -> None:
+    with Environments("environments_under_test:Shop", {}) as environments:
+        # Room for a few requests.
+        environments._server._control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # type: ignore[union-attr]
+        server = psutil.Process(environments._server.process.pid)  # type: ignore[union-attr]
+
+        async def while_it_stands(*calls: Coroutine[Any, Any, Any]) -> list[Any]:
+            server.suspend()
+            waiting = [asyncio.create_task(call) for call in calls]
+            # Every call comes to its request, and this goes on.
+            await asyncio.sleep(0)
+            server.resume()
+            return await asyncio.gather(*waiting)
+
+        async def work() -> None:
+            stacks = [AsyncExitStack() for _ in range(12)]
+            opening = [stack.enter_async_context(environments.open()) for stack in stacks]
+            homes = await while_it_stands(*opening)
+            # The number of a process is known with the first answer.
+            await asyncio.gather(*(home.reset(prompt_of("4")) for home in homes))
+            await while_it_stands(*(stack.aclose() for stack in stacks))
+
+        asyncio.run(asyncio.wait_for(work(), 60))
+        server.suspend()
+    wait_until_gone(server.pid)
 
 
 def test_nothing_is_left_of_closed_environments() -> None:
@@ -185,9 +356,16 @@ def test_nothing_is_left_of_closed_environments() -> None:
         wait_until_gone(process.pid)
 
 
+def is_gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 def wait_until_gone(pid: int) -> None:
     deadline = time.monotonic() + 20
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+    while not is_gone(pid):
         assert time.monotonic() < deadline, f"process {pid} is still there"
         time.sleep(0.05)
 
@@ -202,5 +380,17 @@ def test_unusable_classes_are_refused() -> None:
     with pytest.raises(UserError, match=r"rollout\.args\.bonus is 'x', .*needs bonus: float"):
         Environments("environments_under_test:Shop", {"bonus": "x"})
     assert kind_of("environments_under_test:Shop") == "environment"
-    with Environments("environments_under_test:Unwilling", {}) as environments:
-        assert "needs the strings 'role' and 'content'" in play(environments, [])[0]["headline"]
+
+
+def test_a_trajectory_that_was_given_up_is_over_on_the_loop() -> None:
+    with Environments("environments_under_test:AsyncSlow", {}) as environments:
+        loop = environments._loop.loop  # type: ignore[union-attr]
+
+        async def work() -> None:
+            async with environments.open() as home:
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(home.reset(prompt_of("4")), 0.01)
+
+        asyncio.run(work())
+        asyncio.run_coroutine_threadsafe(asyncio.Event().wait(), loop)
+    assert not asyncio.all_tasks(loop) and not loop.is_running()

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,12 @@ from maker_parts import Engine, dead, make_maker, make_prompts
 
 from megatron_rl.config.settings import RolloutSettings, SamplingSettings
 from megatron_rl.data.buffer import Buffer
-from megatron_rl.engines.engine_pool import EnginePool
+from megatron_rl.engines.engine_pool import EnginePool, Urgency
 from megatron_rl.engines.sampling import Sampling
 from megatron_rl.errors import EngineError, TrajectoryError
 from megatron_rl.plugins.kinds import Rollout
 from megatron_rl.rollout import groups
+from megatron_rl.rollout.generator import PoolGenerator
 from megatron_rl.rollout.groups import GroupMaker, single_turn
 from megatron_rl.rollout.rollout_trial import NumberTokenizer
 from megatron_rl.types import Failure, Group, Prompt, Reward, RewardOutcome, Sample
@@ -123,15 +125,30 @@ def test_a_rollout_that_never_returns_is_a_timeout(monkeypatch: pytest.MonkeyPat
     asyncio.run(work())
 
 
-def test_waiting_for_an_engine_is_not_time_of_the_rollout() -> None:
-    """Six requests of 0.1 s one after the other, with 0.3 s for each."""
-    client = Engine(delay_s=0.1)
+def test_waiting_for_an_engine_is_not_time_of_the_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock of the test: a minute passes while others have the engine, with 0.02 s for the rollout."""
+    clock, queued = SimpleNamespace(now_s=0.0, monotonic=lambda: clock.now_s), list[bool]()
+    own_s = PoolGenerator.own_s.fget  # type: ignore[attr-defined]
 
-    async def work() -> list[Group]:
-        maker = make_maker(EnginePool([client], max_requests=1), timeout_s=0.3)  # type: ignore[list-item]
-        return await asyncio.gather(*(maker.make(prompt, num_samples=1) for prompt in make_prompts(6)))
+    def look(generator: PoolGenerator) -> float:
+        queued.append(generator._own_since_s is None)
+        return float(own_s(generator))
 
-    assert [len(group.samples) for group in asyncio.run(work())] == [1] * 6 and client.calls == 6
+    monkeypatch.setattr("megatron_rl.rollout.generator.time", clock)
+    monkeypatch.setattr(PoolGenerator, "own_s", property(look))
+    pool = EnginePool([Engine()], max_requests=1)  # type: ignore[list-item]
+
+    async def work() -> Group:
+        async with pool.slots(1, urgency=Urgency.TRAINING, arrival=pool.arrival()):
+            making = asyncio.create_task(make_maker(pool, timeout_s=0.02).make(make_prompts(1)[0], num_samples=1))
+            while not any(queued):
+                await asyncio.sleep(0.001)
+            clock.now_s, queued[:] = 60.0, []
+            while len(queued) < 3:
+                await asyncio.sleep(0.001)
+        return await making
+
+    assert len(asyncio.run(asyncio.wait_for(work(), 60)).samples) == 1
 
 
 def test_a_request_beyond_room_or_answer_limit_is_a_failure() -> None:
@@ -241,6 +258,20 @@ def test_trajectories_with_an_environment_fail_alone() -> None:
         assert sample.reward == Reward(RewardOutcome.SCORED, 2.5, components={"own": 0.5, "other": 2.0, "function": 2.0})
 
 
+def test_a_failed_reward_function_is_no_sum() -> None:
+    failed = Reward(RewardOutcome.ERROR, message="the trace")
+
+    async def rollout(**arguments: Any) -> tuple[Sample, ...]:
+        return tuple(replace(sample, reward=Reward(RewardOutcome.SCORED, 0.5)) for sample in await single_turn(**arguments))
+
+    async def score(sample: Sample) -> Reward:
+        return failed
+
+    maker = make_maker(EnginePool([Engine()], max_requests=8), rollout, score=score)  # type: ignore[list-item]
+    (sample,) = asyncio.run(maker.make(make_prompts(1)[0], num_samples=1)).samples
+    assert sample.reward == failed
+
+
 def test_a_bounded_number_of_trajectories_is_alone_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(groups, "MOST_ALONE", 2)
     running = most = 0
@@ -258,3 +289,24 @@ def test_a_bounded_number_of_trajectories_is_alone_at_once(monkeypatch: pytest.M
     maker = GroupMaker(settings, rollout, pool=pool, tokenizer=NumberTokenizer(), score=None, seed=0, max_tokens=64)  # type: ignore[arg-type]
     group = asyncio.run(maker.make(make_prompts(1)[0], num_samples=6))
     assert len(group.samples) == 6 and most == 2
+
+
+def test_a_place_is_held_over_all_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups, "MOST_ALONE", 1)
+    calls: list[str] = []
+
+    async def rollout(*, prompt: Prompt, **arguments: Any) -> tuple[Sample, ...]:
+        calls.append(prompt.id)
+        if calls.count(prompt.id) < 3:
+            raise TrajectoryError("environment", "KeyError: 'x'", "the trace")
+        return await single_turn(prompt=prompt, **arguments)
+
+    async def make() -> None:
+        await asyncio.gather(*(maker.make(prompt, num_samples=1) for prompt in (first, second)))
+
+    first, second = make_prompts(2)
+    settings = RolloutSettings(environment="a:B", sampling=SamplingSettings(max_response_tokens=4))
+    pool = EnginePool([Engine()], max_requests=8)  # type: ignore[list-item]
+    maker = GroupMaker(settings, rollout, pool=pool, tokenizer=NumberTokenizer(), score=None, seed=0, max_tokens=64)  # type: ignore[arg-type]
+    asyncio.run(make())
+    assert calls == [first.id] * 3 + [second.id] * 3

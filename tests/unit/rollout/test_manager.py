@@ -1,6 +1,7 @@
 """What a step trains on, whoever is ahead: the real prompts, buffer and rollout loop, with engines whose weights change under them."""
 
 import asyncio
+import dataclasses
 import gc
 import json
 import sqlite3
@@ -364,3 +365,29 @@ def test_no_group_beyond_admission_is_made(make_settings: Callable[..., Settings
         buffer.execute("UPDATE groups SET state = 'pending' WHERE position > ?", (PROMPTS_PER_STEP,))
         buffer.execute("DELETE FROM samples WHERE group_id IN (SELECT id FROM groups WHERE state = 'pending')")
     assert asyncio.run(run(0)) == 0
+
+
+@pytest.mark.parametrize(
+    ("limit", "overrides", "expected"),
+    [("null", (), 528), ("null", ("rollout.function=megatron_rl.rollout.groups:single_turn",), 33), ("6", (), 6)],
+)
+def test_limits_follow_the_engines_where_none_is_set(
+    make_settings: Callable[..., Settings], tmp_path: Path, limit: str, overrides: tuple[str, ...], expected: int
+) -> None:
+    """The KV pool's 33,792 tokens over the longest sequence of 64; a rollout of one's own may make longer ones, of a micro-batch."""
+    Client.engine = engine = Engine(seed=0)
+
+    async def work() -> None:
+        settings = make_settings(
+            f"rollout.max_concurrent_requests={limit}", "data.max_prompt_tokens=56", "training.max_tokens_per_micro_batch=1024", *overrides
+        )
+        async with opened(settings, tmp_path / "buffer.sqlite") as manager:
+            await manager.join([dataclasses.replace(ADDRESS, max_total_tokens=33_792)])
+            client = manager.clients[-1]
+            client.served.update(answers=1, prompt_tokens=4, cached_tokens=1)
+            _, metrics = await step_of(manager, engine, 0)
+            assert manager.pool.limit(client) == expected
+            assert metrics["engine/prefix_hits"] == 0.25
+            assert ("engine/request_limit" in metrics) is (limit == "null")
+
+    asyncio.run(work())

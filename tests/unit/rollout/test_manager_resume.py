@@ -172,7 +172,7 @@ def test_a_resume_with_less_staleness_makes_what_is_too_old_anew(make_settings: 
                 batch, values = await step_of(manager, engine, step)
                 assert_young(batch, step=step, max_staleness=max_staleness)
                 metrics.append(values)
-            while manager._tasks:
+            while manager.production.tasks:
                 await asyncio.sleep(0)
             return await manager.position(step=steps.stop), metrics
 
@@ -232,6 +232,8 @@ def test_a_group_finished_with_too_old_answers_is_made_again(
         ("data.samples_per_prompt=3", "data.samples_per_prompt is 3 now and was 2"),
         ("reward.args={bonus: 1}", r"reward.args is {'bonus': 1} now and was {}"),
         ("objective.advantage=remax", "objective.advantage.kind is remax is True now and was False"),
+        ("rollout.max_turns=3", "rollout.max_turns is 3 now and was 16"),
+        ("rollout.renderer=qwen3", "rollout.renderer is qwen3 now and was None"),
         ("run.num_steps=9", None),
     ],
 )

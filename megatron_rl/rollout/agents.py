@@ -1,0 +1,107 @@
+"""Agents in the places of environments: a command in a process, or an async function on a loop.
+
+One message plays the whole trajectory; the reply has the reward.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Mapping
+from typing import IO, Any
+
+from megatron_rl.plugins.environment import Environment, Reply
+from megatron_rl.plugins.loader import load
+from megatron_rl.types import Message
+
+KEPT_LINES = 20
+"""Last lines of a failed command's output in the log."""
+_LINE_BYTES = 2**16
+_EXIT_S = 1.0  # for the last output of a command that has ended
+_OWN = ("OPENAI_", "ANTHROPIC_", "WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+"""Beginnings of variables with keys of the run, or of other endpoints, that no agent gets."""
+
+
+class CommandAgent(Environment):
+    """A process for the trajectory, which reads its variables and the file with the prompt."""
+
+    def __init__(self, command: tuple[str, ...]) -> None:
+        self._command = command
+
+    def reset(self, *, prompt: object) -> list[Message]:
+        """Return no message."""
+        return []
+
+    def step(self, *, message: Message) -> Reply:
+        """Run the command with the message's variables to its end. Raises RuntimeError for a failure."""
+        variables = {name: value for name, value in os.environ.items() if not name.startswith(_OWN)}
+        process = subprocess.Popen(
+            self._command,
+            env={**variables, **message["variables"]},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        assert process.stdout is not None and process.stderr is not None, "both are pipes"
+        followed = [_Followed(process.stdout, sys.stdout), _Followed(process.stderr, sys.stderr)]
+        status = process.wait()
+        for each in followed:
+            # What it left running may keep the pipe open.
+            each.thread.join(_EXIT_S)
+        if status:
+            ended = f"ended with status {status}" if status > 0 else f"was killed by signal {-status}"
+            tail = "".join(line for each in followed for line in each.last).rstrip()
+            raise RuntimeError(f"the command {ended}" + (f"\n{tail}" if tail else ""))
+        lines = [line for line in followed[0].last if line.strip()]
+        return Reply(done=True, reward=_reward_in(lines[-1]) if lines else None)
+
+
+class FunctionAgent(Environment):
+    """A call of the user's function for the trajectory, on the event loop of all."""
+
+    def __init__(self, function: str, args: dict[str, Any]) -> None:
+        self._path, self._play = function, load(function, kind="rollout", args=args, as_agent=True)
+
+    def reset(self, *, prompt: object) -> list[Message]:
+        """Return no message."""
+        return []
+
+    async def step(self, *, message: Message) -> Reply:
+        """Call the function to its end. Raises TypeError for a result that is no reward."""
+        result = await self._play(prompt=self.prompt, base_url=message["base_url"], api_key=message["api_key"])
+        return Reply(done=True, reward=None if result is None else _reward(result, owner=self._path))
+
+
+class _Followed:
+    """A pipe that is copied to `sink` line by line, in a thread; `last` are its last lines."""
+
+    def __init__(self, pipe: IO[bytes], sink: IO[str]) -> None:
+        self.last: deque[str] = deque(maxlen=KEPT_LINES)
+        self.thread = threading.Thread(target=self._follow, args=(pipe, sink), daemon=True)
+        self.thread.start()
+
+    def _follow(self, pipe: IO[bytes], sink: IO[str]) -> None:
+        while line := pipe.readline(_LINE_BYTES):
+            self.last.append(line.decode(errors="replace"))
+            sink.write(self.last[-1])
+
+
+def _reward_in(line: str) -> float | Mapping[str, float] | None:
+    """Return the reward in the last line of output; None for a line that is no number and no object."""
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return _reward(value, owner="the last line of output") if is_number or isinstance(value, dict) else None
+
+
+def _reward(value: object, *, owner: str) -> Mapping[str, float]:
+    """Return parts of the reward. Raises TypeError for other values than numbers."""
+    parts: dict[Any, Any] = dict(value) if isinstance(value, Mapping) else {"agent": value}
+    for name, part in parts.items():
+        if not isinstance(name, str) or not isinstance(part, int | float):
+            raise TypeError(f"{owner} gave {value!r:.60}, needs a number, or an object of named numbers")
+    return parts

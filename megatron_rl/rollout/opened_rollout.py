@@ -1,0 +1,65 @@
+"""The rollout of the settings, with what it needs while a run lasts: environments, agents, an endpoint."""
+
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_rl.config.settings import RolloutSettings
+from megatron_rl.errors import UserError
+from megatron_rl.plugins.kinds import Rollout
+from megatron_rl.plugins.loader import load
+from megatron_rl.rollout.agent_rollout import AgentRollout
+from megatron_rl.rollout.endpoint import Endpoint
+from megatron_rl.rollout.environment_host import Environments
+from megatron_rl.rollout.environment_rollout import EnvironmentRollout
+from megatron_rl.rollout.groups import load_rollout
+from megatron_rl.rollout.renderers import choose_renderer
+from megatron_rl.system.leftovers import scratch_directory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def check_hosted(settings: RolloutSettings) -> None:
+    """Raise UserError for an environment or agent that cannot be loaded or found."""
+    if settings.environment is not None:
+        load(settings.environment, kind="environment", args=settings.args)
+    elif settings.agent is not None and settings.agent.function is not None:
+        load(settings.agent.function, kind="rollout", args=settings.args, as_agent=True)
+    elif settings.agent is not None and shutil.which(settings.agent.command[0]) is None:
+        raise UserError(
+            f"rollout.agent.command begins with {settings.agent.command[0]}, which is no program here, needs one on PATH or a path to one; "
+            "agents run on the driver's node"
+        )
+
+
+@asynccontextmanager
+async def opened_rollout(
+    settings: RolloutSettings,
+    *,
+    tokenizer: "PreTrainedTokenizerBase",
+    model_type: str | None,
+    must_reward: bool,
+    log_path: Path | None = None,
+) -> AsyncIterator[Rollout]:
+    """Yield the rollout of the settings. The processes of environments and agents print to `log_path` and end with the body."""
+    if not settings.is_hosted:
+        yield load_rollout(settings)
+        return
+    check_hosted(settings)
+    path, args, agent = settings.environment, settings.args, settings.agent
+    if agent is not None and agent.function is not None:
+        path, args = "megatron_rl.rollout.agents:FunctionAgent", {"function": agent.function, "args": settings.args}
+    elif agent is not None:
+        path, args = "megatron_rl.rollout.agents:CommandAgent", {"command": list(agent.command)}
+    assert path is not None, "an environment or an agent"
+    with Environments(path, args, log_path=log_path) as environments:
+        renderer = choose_renderer(tokenizer, model_type=model_type, name=settings.renderer).renderer
+        if agent is None:
+            yield EnvironmentRollout(settings, environments, renderer, must_reward=must_reward)
+            return
+        with scratch_directory() as scratch:
+            async with Endpoint(settings) as endpoint:
+                yield AgentRollout(settings, environments, renderer, must_reward=must_reward, endpoint=endpoint, scratch=scratch.path)
