@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megatron_rl.algorithms.advantage import group_advantages
     from megatron_rl.algorithms.aggregation import LossInputs
-    from megatron_rl.algorithms.log_prob import token_statistics
+    from megatron_rl.algorithms.head_statistics import token_statistics
     from megatron_rl.algorithms.loss import LossOutput, compute_loss
     from megatron_rl.algorithms.objective import Objective
     from megatron_rl.config.settings import ModelSettings, TopologySettings, TrainingSettings
@@ -20,26 +20,6 @@ if TYPE_CHECKING:
     from megatron_rl.training.joining import Meeting
     from megatron_rl.training.trainer import Trainer
     from megatron_rl.types import TrainBatch
-
-__all__ = [
-    "Environment",
-    "LossInputs",
-    "LossOutput",
-    "Meeting",
-    "ModelSettings",
-    "Objective",
-    "Reply",
-    "ToolError",
-    "TopologySettings",
-    "TrainBatch",
-    "Trainer",
-    "TrainingSettings",
-    "UserError",
-    "batch_from_sequences",
-    "compute_loss",
-    "group_advantages",
-    "token_statistics",
-]
 
 _MODULES = {
     "Environment": "megatron_rl.plugins.environment",
@@ -58,8 +38,9 @@ _MODULES = {
     "batch_from_sequences": "megatron_rl.data.batch",
     "compute_loss": "megatron_rl.algorithms.loss",
     "group_advantages": "megatron_rl.algorithms.advantage",
-    "token_statistics": "megatron_rl.algorithms.log_prob",
+    "token_statistics": "megatron_rl.algorithms.head_statistics",
 }
+__all__ = [*_MODULES]
 
 
 def __getattr__(name: str) -> Any:

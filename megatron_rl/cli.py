@@ -23,7 +23,7 @@ from megatron_rl.config.load import apply_overrides, load_decided, split_words
 from megatron_rl.config.settings import RuntimeSettings, Settings
 from megatron_rl.config.yaml_text import format_value
 from megatron_rl.errors import UserError
-from megatron_rl.exit_status import Commands, exit_status
+from megatron_rl.exit_status import exit_status
 from megatron_rl.plugins.kinds import PluginKind
 from megatron_rl.plugins.loader import kind_of
 from megatron_rl.runtime.grace import Grace
@@ -35,7 +35,7 @@ _STAND_INS = 2
 _OVERRIDES = {"ignore_unknown_options": True, "allow_interspersed_args": True}
 
 
-@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="megatron-rl")
 def cli() -> None:
     """RL post-training for large language models: Megatron-Core trains, SGLang generates."""
@@ -163,11 +163,10 @@ def convert_checkpoint(source: Path, target: Path, verify: bool, max_shard_size:
     verl; its files say which. TARGET appears when it is complete; after a kill the same command starts anew.
     The exit status is 2 when --verify finds that the two differ.
     """
-    from megatron_rl.convert.conversion import convert, parse_options, say_on_terminal, size, verify_conversion
+    from megatron_rl.convert.conversion import convert, parse_options, say_on_terminal, verify_conversion
 
     options = parse_options(max_shard_size=max_shard_size, **asked)
-    done = convert(source, target, options, say=say_on_terminal)
-    print(f"{target}: {done.to}, {size(done.num_bytes)} in {done.seconds:.1f} s ({size(done.num_bytes / done.seconds)}/s)")
+    print(f"{target}: {convert(source, target, options, say=say_on_terminal)}")
     if not verify:
         return 0
     return 0 if report_checks([verify_conversion(source, target, options).check()]) else 2
@@ -272,8 +271,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with Grace():
         if arguments is None:
             supervise()
-        words = None if arguments is None else list(arguments)
-        return exit_status(partial(cli.main, args=words, prog_name="megatron-rl", standalone_mode=False))
+        return exit_status(partial(_command, list(sys.argv[1:] if arguments is None else arguments)))
+
+
+def _command(words: list[str]) -> int | None:
+    with cli.make_context("megatron-rl", words) as context:
+        status: int | None = cli.invoke(context)
+        return status
 
 
 def _own_options() -> list[str]:

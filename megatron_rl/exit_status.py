@@ -13,9 +13,7 @@ import select
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
 
 import click
 
@@ -37,37 +35,11 @@ _REFUSED_PATHS = {
 """What to do about a path that the system refuses, by the error's number. Checks ask of paths in many places."""
 
 
-class _BrokenPipe(Exception):
-    """Some pipe without a reader; click would end the command in silence for a BrokenPipeError."""
-
-
-@contextmanager
-def _past_click() -> Iterator[None]:
-    try:
-        yield
-    except BrokenPipeError as error:
-        raise _BrokenPipe from error
-
-
-class Commands(click.Group):
-    """Commands whose broken pipes reach `exit_status`."""
-
-    def make_context(self, *words: Any, **extra: Any) -> click.Context:
-        """Parse the words, and print the help on request."""
-        with _past_click():
-            return super().make_context(*words, **extra)
-
-    def invoke(self, ctx: click.Context) -> Any:
-        """Run the command."""
-        with _past_click():
-            return super().invoke(ctx)
-
-
 def exit_status(command: Callable[[], int | None]) -> int:
-    """Run a command of click's, not in standalone mode; say why it ended, and return the exit status."""
+    """Run a command, by click's parser alone, which swallows no error; say why it ended, and return the exit status."""
     try:
         return _status(command)
-    except (BrokenPipeError, _BrokenPipe):
+    except BrokenPipeError:
         if not _silence_unread():
             traceback.print_exc()
             return 1
@@ -75,12 +47,14 @@ def exit_status(command: Callable[[], int | None]) -> int:
 
 
 def _status(command: Callable[[], int | None]) -> int:
-    """Return the exit status. Raises BrokenPipeError or _BrokenPipe for a pipe without a reader."""
+    """Return the exit status. Raises BrokenPipeError for a pipe without a reader."""
     try:
         status = command()
         print(end="", flush=True)
-    except (BrokenPipeError, _BrokenPipe):
+    except BrokenPipeError:
         raise
+    except click.exceptions.Exit as error:
+        return error.exit_code
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         return error.exit_code

@@ -6,19 +6,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.checkpoints.megatron import is_torch_dist
+from megatron_rl.checkpoints.stored_weights import names_code
 from megatron_rl.config.derived import AUTO_DTYPES, start_deadline_s
 from megatron_rl.config.settings import ModelSettings
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.engines.engine import Engine, EngineAddress
 from megatron_rl.engines.server_args import check_tensor_parallel, server_arguments, validate_server_args
 from megatron_rl.errors import UserError
-from megatron_rl.system.device import local_device, quiet_megatron_imports
+from megatron_rl.models.config_json import read_config
+from megatron_rl.system.device import local_device
 from megatron_rl.system.leftovers import scratch_directory
-
-with quiet_megatron_imports():
-    from megatron_rl.checkpoints.megatron import is_torch_dist
-    from megatron_rl.checkpoints.stored_weights import names_code
-    from megatron_rl.models.config_json import read_config
 
 POLL_S = 1.0
 

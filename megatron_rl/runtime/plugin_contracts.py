@@ -21,13 +21,13 @@ from megatron_rl.algorithms.objective import Objective
 from megatron_rl.algorithms.plug_in import PlugInAdvantage, PlugInLoss
 from megatron_rl.algorithms.policy_loss import PolicyTerms
 from megatron_rl.check import Check
-from megatron_rl.config.settings import DataSettings, FilterSettings, RewardSettings, RolloutSettings
+from megatron_rl.config.settings import AgentSettings, DataSettings, FilterSettings, RewardSettings, RolloutSettings
 from megatron_rl.data.row_files import Row
 from megatron_rl.data.row_source import OwnRows
 from megatron_rl.data.tokenizer import load_tokenizer, model_type
 from megatron_rl.errors import UserError
 from megatron_rl.plugins.kinds import KINDS, PluginKind
-from megatron_rl.plugins.loader import load, without_exits
+from megatron_rl.plugins.loader import is_agent, load, without_exits
 from megatron_rl.rewards.runner import RewardRunner
 from megatron_rl.rollout.environment_host import Environments
 from megatron_rl.rollout.group_choice import load_filter
@@ -47,7 +47,7 @@ NO_ARGS: Mapping[str, Any] = MappingProxyType({})
 def check(path: str, kind: PluginKind, args: Mapping[str, Any] = NO_ARGS, *, model: Path | None = None) -> Iterator[Check]:
     """Try the plug-in at `path` on each promise of its kind; rollouts and environments with a `model`'s tokenizer, if given."""
     try:
-        load(path, kind=kind, args=args)
+        load(path, kind=kind, args=args, as_agent=kind == "rollout" and is_agent(path))
     except UserError as error:
         yield Check("it can be imported and called with its arguments", "broken", str(error))
         return
@@ -139,7 +139,10 @@ def _environment_attempts(path: str, args: Mapping[str, Any], model: Path | None
 
 
 def _rollout_attempts(path: str, args: Mapping[str, Any], model: Path | None) -> Attempts:
-    yield from _rollout_promises(RolloutSettings(function=path, args=dict(args)), model)
+    if not is_agent(path):
+        yield from _rollout_promises(RolloutSettings(function=path, args=dict(args)), model)
+    elif model is not None:
+        yield from _rollout_promises(RolloutSettings(agent=AgentSettings(function=path), args=dict(args)), model)
 
 
 def _rollout_promises(settings: RolloutSettings, model: Path | None) -> Attempts:

@@ -42,6 +42,7 @@ from megatron_rl.observe.sinks import check_installed
 from megatron_rl.plugins.loader import load
 from megatron_rl.rewards.runner import RewardRunner
 from megatron_rl.rollout.groups import load_rollout
+from megatron_rl.rollout.opened_rollout import check_hosted
 from megatron_rl.rollout.renderers import choose_renderer
 from megatron_rl.rollout.rollout_trial import RolloutTrial
 from megatron_rl.runtime.engine_model import planned_model
@@ -281,10 +282,10 @@ def _check_rollout(rollout: RolloutSettings, model: Path, *, directory: Path, re
         check_environment(os.environ)
         if replays:
             check_records_routing()
-    if rollout.environment is None:
-        load_rollout(rollout)
+    if rollout.is_hosted:
+        check_hosted(rollout)
     else:
-        load(rollout.environment, kind="environment", args=rollout.args)
+        load_rollout(rollout)
     if rollout.filter is not None:
         require(rollout.filter.function, "filter", rollout.filter.args)
 
@@ -296,10 +297,10 @@ def _check_own_rollout(rollout: RolloutSettings, model: Path, *, need_experts: b
     trial.run()
     trial.check_trained()
     trial.check_masked()
-    if rollout.environment is None:
+    if not rollout.is_hosted:
         return []
     chosen = choose_renderer(tokenizer, model_type=model_type(model), name=rollout.renderer)
-    return [f"rollout.environment takes the renderer {chosen.name}: {chosen.note}"]
+    return [f"{'rollout.environment' if rollout.agent is None else 'rollout.agent'} takes the renderer {chosen.name}: {chosen.note}"]
 
 
 def _check_reward(reward: RewardSettings) -> None:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from ray.exceptions import RayError
 
+from megatron_rl.algorithms.rounding_limits import Expected
 from megatron_rl.checkpoints.run_checkpoints import (
     SETTINGS_FILE,
     CheckpointWriter,
@@ -24,13 +25,13 @@ from megatron_rl.checkpoints.run_checkpoints import (
     newest_checkpoint,
     oldest_step,
 )
-from megatron_rl.config.derived import request_deadline_s, reward_workers, sync_deadline_s
+from megatron_rl.config.derived import FEWEST_REQUESTS, request_deadline_s, reward_workers, sync_deadline_s
 from megatron_rl.config.settings import ModelSettings, RewardSettings, RolloutSettings, Settings
-from megatron_rl.errors import CheckpointError, DeadlineError, MegatronRLError, UserError, counted
+from megatron_rl.errors import CheckpointError, DeadlineError, MegatronRLError, ParityError, UserError, counted
 from megatron_rl.observe.console import PhaseProgress
 from megatron_rl.observe.metrics import Mean, Metric, metric_values
 from megatron_rl.observe.summary import asked_to_end, status_of
-from megatron_rl.rollout.groups import ATTEMPTS, CANCEL_S
+from megatron_rl.rollout.groups import ATTEMPTS, CANCEL_S, most_alone
 from megatron_rl.rollout.manager import MAX_RESAMPLING_ROUNDS, RolloutManager
 from megatron_rl.runtime.agreement import Agreement
 from megatron_rl.runtime.colocation import Phase, SharedDevices
@@ -40,6 +41,7 @@ from megatron_rl.runtime.trainers import TrainerGroup
 from megatron_rl.runtime.watchdog import Watchdog
 from megatron_rl.system.deadlines import ENGINE_CONTROL_S
 from megatron_rl.types import TrainBatch
+from megatron_rl.weights.parity import SampledProbe
 from megatron_rl.weights.sync import WeightSync
 
 Result = TypeVar("Result")
@@ -49,15 +51,14 @@ class Run(ABC):
     """The methods called by `train_loop`, and the first and the last calls around the loop."""
 
     def __init__(self, settings: Settings, *, ranks: TrainerGroup, records: RunRecords, devices: SharedDevices | None = None) -> None:
-        """`devices` are shared by ranks and engines, if at all."""
+        """`devices` are those shared by ranks and engines, None for devices of their own."""
         self._settings, self._ranks, self._devices, self._records = settings, ranks, devices, records
         self.num_steps, self._directory = settings.run.num_steps, settings.run.directory
-        """Rollout batches in all, and the run's output."""
+        """Steps of the whole run with a batch each, and the directory of its output."""
         self._directory_identity = _identity(self._directory)
         self._checkpoints = CheckpointWriter(settings.run, ranks=ranks)
         self._trained_steps = self._saved_steps = 0
-        self._ranks_are_idle = False
-        """During waits for samples."""
+        self._ranks_are_idle = False  # True during waits for samples
 
     # Differences between runs; those that only return are for runs with engines
 
@@ -79,14 +80,14 @@ class Run(ABC):
 
     @abstractmethod
     def _position(self, *, step: int) -> dict[str, Any]:
-        """Return the data cursor after `step` steps as JSON, on disk; the next step may have a batch already."""
+        """Return the data cursor after `step` steps as JSON; later batches may be made already."""
 
     @abstractmethod
     def _rewind(self, *, step: int, position: dict[str, Any] | None) -> tuple[str, ...]:
-        """Continue from the checkpoint after `step` steps, None: from the first row. Returns sentences for the user."""
+        """Continue at `position` after `step` steps, or at the first row; return notes to show."""
 
     def _forget(self, *, before_step: int) -> None:
-        """Free what only a checkpoint older than `before_step` could come back to."""
+        """Free data that only a resume from a checkpoint older than `before_step` needs."""
         return
 
     def _stop_batches(self, error: BaseException) -> None:
@@ -104,13 +105,13 @@ class Run(ABC):
         self._records.add(metrics)
         return batch
 
-    def train(self, batch: TrainBatch, *, step: int) -> None:
-        """Optimizer steps on one batch."""
+    def train(self, batch: TrainBatch, *, step: int, expected: Expected | None = None) -> None:
+        """Optimizer steps on one batch. Raises ParityError for rollout log-probs other than `expected`, before such a step."""
         self._finish_save(waits=False)
         self._take_devices(Phase.TRAINING)
         with finishing_first():
             with self._records.phase("train"):
-                self._records.add(*self._ranks.train(batch, step=step))
+                self._records.add(*self._ranks.train(batch, step=step, expected=expected))
             self._trained_steps = step + 1
 
     def saves_after(self, step: int) -> bool:
@@ -118,7 +119,7 @@ class Run(ABC):
         return self._checkpoints.checkpoint_is_due(step + 1) or self._checkpoints.export_is_due(step + 1)
 
     def save(self, *, step: int, at_the_end: bool = False) -> None:
-        """Begin the save that is due after `step` steps, `at_the_end` a checkpoint; see `CheckpointWriter`.
+        """Begin the save due after `step` steps, a checkpoint `at_the_end`; see `CheckpointWriter`.
 
         Writing continues while the run goes on. The save is in place at the latest when the next
         one begins or the run ends. Raises UserError as `next_batch`, and when the previous save
@@ -137,7 +138,7 @@ class Run(ABC):
             self._saved_steps = step
 
     def _finish_save(self, *, waits: bool = True) -> None:
-        """Put the pending save in its place, without `waits` only a written one; a kill before loses it."""
+        """Put the save in place, without `waits` only a written one; a kill before loses it."""
         if not (self._checkpoints.is_writing if waits else self._checkpoints.is_written()):
             return
         self._check_directory()
@@ -179,9 +180,9 @@ class Run(ABC):
     # Before and after the loop
 
     def resume(self, *, weights_only: bool = False) -> int:
-        """Load the newest checkpoint and return the number of steps done, 0 when there is none; see `Trainer.load` for `weights_only`.
+        """Load the newest checkpoint; return the number of steps done, 0 without a checkpoint.
 
-        Raises CheckpointError where the run cannot go on from there.
+        `weights_only` as in `Trainer.load`. Raises CheckpointError for one that cannot be loaded.
         """
         for path in incomplete_checkpoints(self._directory):
             self._records.say(f"{path} is not complete and is passed over; it can be deleted")
@@ -239,7 +240,7 @@ class Run(ABC):
         self._records.write_outcome(status_of(error), steps=self._trained_steps)
 
     def _saves_at_the_end(self, error: BaseException) -> bool:
-        """Return True where `error` leaves the ranks well: SIGTERM, or samples that cannot be made."""
+        """Return True where `error` leaves the ranks well: SIGTERM, or a failure of the rollout."""
         return asked_to_end(error) or (self._ranks_are_idle and isinstance(error, UserError | DeadlineError))
 
 
@@ -259,7 +260,8 @@ class RolloutRun(Run):
         records: RunRecords,
     ) -> None:
         super().__init__(settings, ranks=ranks, records=records, devices=devices)
-        self._manager, self._sync, self._dtype, self._watchdog = manager, sync, dtype, watchdog
+        self._manager, self._sync, self._watchdog = manager, sync, watchdog
+        self._agreement = Agreement(settings, dtype=dtype, manager=manager, wait=self._wait, records=records)
         self._generation_deadline_s = partial(generation_deadline_s, settings.model, settings.rollout, settings.reward)
         records.follow("rollout", lambda: manager.busy_s)
 
@@ -267,7 +269,7 @@ class RolloutRun(Run):
         return self._watchdog.wait(work, name=name, owner="the engines", timeout_s=timeout_s)
 
     def _wait_for_samples(self, work: Coroutine[Any, Any, Result], *, name: str, timeout_s: float) -> Result:
-        """Wait for what may take far longer than a save, while the ranks have nothing else to do."""
+        """Wait for samples while the ranks are idle; finish a written save meanwhile."""
         self._ranks_are_idle = True
         meanwhile = partial(self._finish_save, waits=False)
         result = self._watchdog.wait(work, name=name, owner="the engines", timeout_s=timeout_s, meanwhile=meanwhile)
@@ -279,13 +281,10 @@ class RolloutRun(Run):
 
         A resumed run evaluates at the same steps as one without an interruption.
         """
-        agreement = Agreement(self._settings, dtype=self._dtype, manager=self._manager, wait=self._wait, records=self._records)
         self._take_devices(Phase.SYNC)
-        agreement.check_weights(partial(self.publish, version=step), resumed=step > 0)
-        self._take_devices(Phase.GENERATION)
-        probe = agreement.sample()
-        self._take_devices(Phase.SYNC)
-        agreement.check_log_probs(probe, self._ranks.log_probs)
+        self._agreement.check_weights(partial(self.publish, version=step), resumed=step > 0)
+        probe = self._probe()
+        self._agreement.check_log_probs(probe, self._ranks.log_probs)
         if step == 0 or self.evaluates_after(step - 1):
             self.evaluate()
         self.log(step=step)
@@ -304,11 +303,24 @@ class RolloutRun(Run):
             )
         return batch, metrics
 
-    def train(self, batch: TrainBatch, *, step: int) -> None:
-        """Train on one batch; measure the share of time with busy engines."""
+    def _probe(self) -> SampledProbe:
+        """Return answers of the engines' present weights, with the devices ready to compare."""
+        self._take_devices(Phase.GENERATION)
+        probe = self._agreement.sample()
+        self._take_devices(Phase.SYNC)
+        return probe
+
+    def train(self, batch: TrainBatch, *, step: int, expected: Expected | None = None) -> None:
+        """Train on one batch; measure the share of time with busy engines. Raises ParityError with a likely cause."""
         self._take_devices(Phase.TRAINING)
         start_s, busy_before_s = time.perf_counter(), self._manager.busy_s
-        super().train(batch, step=step)
+        try:
+            super().train(batch, step=step, expected=expected or Expected(step, self._agreement.limits))
+        except ParityError as error:
+            self._wait(self._manager.distrust(step=step), name="marking the samples")
+            self._take_devices(Phase.SYNC)
+            cause = self._agreement.likely_cause(self._probe, self._ranks.log_probs, partial(self.publish, version=step))
+            raise ParityError(f"{error}; {cause}") from error
         overlap_s, train_s = self._manager.busy_s - busy_before_s, time.perf_counter() - start_s
         self._records.add({"rollout/overlap_fraction": Mean(min(overlap_s, train_s), train_s)})
 
@@ -327,7 +339,10 @@ class RolloutRun(Run):
             return
         self._take_devices(Phase.GENERATION)
         with self._records.phase("eval", total=2 * num_prompts, unit="prompts") as progress:
-            timeout_s = 2 * self._generation_deadline_s(num_samples=num_prompts)
+            # Environments of steps made ahead may have the places first.
+            data, rollout = self._settings.data, self._settings.rollout
+            ahead = rollout.max_staleness * data.prompts_per_step * data.samples_per_prompt if rollout.is_hosted else 0
+            timeout_s = 2 * self._generation_deadline_s(num_samples=num_prompts + ahead)
             metrics = self._wait_for_samples(self._manager.evaluate(progress=progress), name="evaluation", timeout_s=timeout_s)
         self._records.add_evaluation(metrics)
 
@@ -354,10 +369,11 @@ def generation_deadline_s(
     """Return the deadline in seconds for `num_samples` trajectories with rewards.
 
     Every call is assumed to keep its own deadline. One wave more than the samples fill is allowed,
-    because groups end unevenly and a baseline may be generated first. `num_workers` score rewards,
-    by default this machine's.
+    because groups end unevenly and a baseline may be generated first. Environments and agents also
+    need a place of `most_alone`. `num_workers` score rewards, by default this machine's.
     """
-    waves = 1 + math.ceil(num_samples / (rollout.num_engines * rollout.max_concurrent_requests))
+    num_slots = rollout.num_engines * (rollout.max_concurrent_requests or FEWEST_REQUESTS)
+    waves = 1 + math.ceil(num_samples / min(num_slots, most_alone(rollout) if rollout.is_hosted else num_slots))
     wave_s = max(request_deadline_s(model, rollout.sampling), ATTEMPTS * (rollout.timeout_s + CANCEL_S))
     return waves * wave_s + math.ceil(num_samples / (num_workers or reward_workers())) * reward.timeout_s
 

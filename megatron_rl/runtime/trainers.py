@@ -11,6 +11,7 @@ from typing import Any
 
 import ray
 
+from megatron_rl.algorithms.rounding_limits import Expected
 from megatron_rl.checkpoints import training_state
 from megatron_rl.config.derived import start_deadline_s, step_deadline_s
 from megatron_rl.config.settings import Settings
@@ -164,12 +165,13 @@ class TrainerGroup:
     def _wait(self, refs: list[ray.ObjectRef], *, name: str) -> list[Any]:
         return self._watchdog.wait(refs, name=name, owner=OWNER, timeout_s=self._step_deadline_s)
 
-    def train(self, batch: TrainBatch, *, step: int) -> list[dict[str, Metric]]:
-        """Train on one rollout batch; the merged metrics of each optimizer step."""
+    def train(self, batch: TrainBatch, *, step: int, expected: Expected | None = None) -> list[dict[str, Metric]]:
+        """Train on one rollout batch; the merged metrics of each optimizer step. Raises ParityError as `Trainer.train_shard`."""
         training = self._settings.training
         shards = divide(batch, training, seed=self._settings.run.seed + step)
         stored = [ray.put(shard) for shard in shards]
-        refs = [worker.call.remote("train_shard", stored[dp_rank]) for worker, dp_rank in zip(self.workers, self._dp_ranks, strict=True)]
+        ranks = zip(self.workers, self._dp_ranks, strict=True)
+        refs = [worker.call.remote("train_shard", stored[dp_rank], expected=expected) for worker, dp_rank in ranks]
         results = self._wait(refs, name=f"training of step {step + 1}")
         return [merge_metrics(shares) for shares in zip(*results, strict=True)]
 

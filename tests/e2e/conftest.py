@@ -13,6 +13,10 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
+from chat_parts import chat_tokenizer
+from small_run import chat_arguments
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 240.0
@@ -139,3 +143,29 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     held_out = directory / "held_out.jsonl"
     held_out.write_text("".join(held_out.read_text().splitlines(keepends=True)[:50]))
     return directory
+
+
+@pytest.fixture(scope="session")
+def chat_task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny chat model with random weights, and rows."""
+    directory = tmp_path_factory.mktemp("chat")
+    tokenizer = chat_tokenizer()
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=272, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=16, max_position_embeddings=1024, tie_word_embeddings=True, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
+        dtype="float32",
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).save_pretrained(directory / "model")
+    tokenizer.save_pretrained(directory / "model")
+    lines = [json.dumps({"prompt": f"Question {number}", "label": str(number)}) for number in range(12)]
+    (directory / "rows.jsonl").write_text("\n".join(lines))
+    return directory
+
+
+@pytest.fixture(scope="session")
+def interviews(chat_task: Path, tmp_path_factory: pytest.TempPathFactory, finish: Callable[..., None]) -> Path:
+    """The directory of a run of two steps with an environment, which nothing interrupts."""
+    root = tmp_path_factory.mktemp("interviews")
+    finish(root / "output.txt", *chat_arguments(chat_task, root / "run"))
+    return root / "run"

@@ -17,7 +17,7 @@ ONE_BY_ONE = (
     "rollout.function=tests.e2e.one_by_one:rollout", "rollout.max_concurrent_requests=1", "rollout.sglang.disable_radix_cache=true",
 )  # fmt: skip
 """Releasing memory forgets cached prefixes, and a log-prob behind a cached prefix may be rounded in another way."""
-MEASURED = ("time/", "memory/", "rollout/tokens_per_second", "train/tokens_per_second", "rollout/overlap_fraction")
+MEASURED = ("time/", "memory/", "engine/", "rollout/tokens_per_second", "train/tokens_per_second", "rollout/overlap_fraction")
 """Metrics that no two runs share."""
 
 
@@ -47,15 +47,21 @@ def test_later_steps_are_generated_while_one_trains(task: Path, tmp_path: Path, 
     directory = tmp_path / "run"
     # Responses of some length, so that a weight sync comes in the middle of one.
     overrides = ("rollout.max_staleness=2", "run.num_steps=6", "rollout.sampling.max_response_tokens=24", "training.optimizer.lr=1.0e-3")
-    run = start(*arguments(task, directory, *overrides, "rollout.function=tests.e2e.ahead_of_training:rollout"))
+    overrides += ("rollout.max_concurrent_requests=null",)
+    decoupled = ("objective.proximal=interpolated", "objective.off_policy={mode: truncate, high: 5.0}")
+    run = start(*arguments(task, directory, *overrides, *decoupled, "rollout.function=tests.e2e.ahead_of_training:rollout"))
     assert run.wait() == 0, run.output
     assert run.survivors() == []
-    assert "without objective.off_policy" in run.output
     assert_no_token_is_too_old(directory / "buffer.sqlite", num_steps=6, max_staleness=2)
     steps = metrics(directory)
     assert steps[1]["rollout/staleness_max"] == 0
     assert steps[3]["rollout/staleness_max"] == 2
     assert steps[3]["rollout/mixed_versions_fraction"] > 0
+    assert steps[1]["engine/prefix_hits"] >= 0 and all(steps[step]["engine/request_limit"] >= 8 for step in range(1, 7))
+    # Weight syncs retract requests, too; a step whose groups were there before has no answers.
+    assert {steps[step].get("engine/retractions", 0) for step in range(1, 7)} == {0}
+    # Only tokens of age 2 have a share of the current policy, and so a weight.
+    assert all(steps[step]["train/off_policy_ratio_square"] == 1 for step in (1, 2)) and steps[3]["train/off_policy_ratio_square"] != 1
     assert [steps[step]["weights/version"] for step in range(7)] == list(range(7))
     assert steps[6]["rollout/reward"] > steps[1]["rollout/reward"] + 0.1
     # Nothing is left over at the end of the run.
@@ -129,7 +135,7 @@ def test_a_colocated_run_resumes(task: Path, tmp_path: Path, start: Callable[...
 def test_a_killed_asynchronous_run_goes_on_under_the_same_rule(task: Path, tmp_path: Path, start: Callable[..., Any]) -> None:
     directory = tmp_path / "run"
     overrides = ("rollout.max_staleness=1", "run.num_steps=1000", "run.save_interval=2", "run.eval_interval=0")
-    run = start(*arguments(task, directory, *overrides))
+    run = start(*arguments(task, directory, *overrides, "objective.proximal=rollout"))
     run.wait_for("  5/1000")
     run.descendants()
     run.process.kill()

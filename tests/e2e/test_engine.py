@@ -24,7 +24,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from megatron_rl.config.settings import SamplingSettings
-from megatron_rl.engines.answers import Generation
+from megatron_rl.engines.answers import EngineLoad, Generation
 from megatron_rl.engines.client import ENGINE_PARTS, EngineClient
 from megatron_rl.engines.engine import Engine, EngineAddress
 from megatron_rl.engines.engine_pool import EnginePool
@@ -113,6 +113,29 @@ def reference_log_probs(model: Qwen3ForCausalLM, tokens: list[int], *, temperatu
     with torch.no_grad():
         logits = model(torch.tensor([tokens])).logits[0, :-1].double() / temperature
     return torch.log_softmax(logits, -1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].numpy()
+
+
+def test_a_server_tells_its_load_and_of_its_answers(ask: Callable[..., Any]) -> None:
+    async def work(client: EngineClient) -> tuple[list[EngineLoad], dict[str, int]]:
+        prompt, sampling, loads = np.arange(60), Sampling(max_tokens=300), []
+        running = asyncio.create_task(client.generate(prompt, sampling=sampling, num_samples=4))
+        while not running.done():
+            loads.append(await client.load())
+            await asyncio.sleep(0.05)
+            if len(loads) == 3:
+                await client.pause("retract")
+                await client.resume()
+        await running
+        await client.generate(prompt, sampling=Sampling(max_tokens=1))
+        (answer,) = await client._ask([{"rid": "told", "input_ids": [1, 2], "sampling_params": Sampling(max_tokens=1).request(0)}])
+        assert {"cached_tokens", "num_retractions", "prompt_tokens"} <= answer["meta_info"].keys()
+        return loads, dict(client.served)
+
+    loads, served = ask(work)
+    assert all(load is not None for load in loads)
+    assert 0 < max(load.kv_use for load in loads) < 0.1 and all(load.num_waiting >= 0 for load in loads)
+    assert served["answers"] == 5 and served["prompt_tokens"] == 300 and served["retractions"] == 0
+    assert 30 <= served["cached_tokens"] < 300
 
 
 def prompts_of_many_lengths() -> list[list[int]]:

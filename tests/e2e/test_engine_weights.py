@@ -21,6 +21,7 @@ from layout_table import GENERATING
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megatron_rl.algorithms.rounding_limits import DENSE, FLOAT32, Limits
 from megatron_rl.config.settings import Settings
 from megatron_rl.engines.client import EngineClient
 from megatron_rl.engines.engine import Engine, EngineAddress, free_port
@@ -36,10 +37,7 @@ from megatron_rl.types import Floats, Prompt, TrainBatch
 from megatron_rl.weights import ipc
 from megatron_rl.weights.ipc import allocate_shared
 from megatron_rl.weights.parity import (
-    DENSE,
-    FLOAT32,
     Checksums,
-    Limits,
     SampledProbe,
     check_probe,
     check_read,

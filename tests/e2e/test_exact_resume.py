@@ -24,7 +24,7 @@ import numpy as np
 import psutil
 import pytest
 from safetensors.numpy import load_file
-from small_run import metrics, rl_arguments
+from small_run import chat_arguments, metrics, rl_arguments
 
 from megatron_rl.observe.summary import read_summary
 
@@ -37,7 +37,7 @@ REWARD = "reward.function=tests.e2e.one_by_one:score"
 SLOW_REWARD = ("reward.function=tests.e2e.one_by_one:slow_score", "reward.args={seconds: 0.02}")
 """The rewards of REWARD, one after the other: steps of a second at least, so that a loaded machine sees the run before its end."""
 RESUMABLE = 75
-MACHINE = ("time/", "memory/", "rollout/tokens_per_second", "train/tokens_per_second", "rollout/overlap_fraction")
+MACHINE = ("time/", "memory/", "engine/", "rollout/tokens_per_second", "train/tokens_per_second", "rollout/overlap_fraction")
 """Metrics that no two runs share."""
 PARITY = "weights/parity_"
 """Measured whenever a run starts."""
@@ -163,7 +163,7 @@ def samples(directory: Path) -> list[tuple[Any, ...]]:
 
 def assert_same_run(directory: Path, expected: Path, *, oldest_checkpoint: int = 1) -> None:
     got, wanted = metrics(directory), metrics(expected)
-    assert list(got) == list(wanted) == list(range(NUM_STEPS + 1)), "no step twice, none missing"
+    assert list(got) == list(wanted) == list(range(len(wanted))), "no step twice, none missing"
     for step, row in wanted.items():
         names = {name for name in row if "/" in name and not name.startswith(MACHINE)}
         assert len(names) > (10 if step else 0)
@@ -248,7 +248,7 @@ def test_a_run_whose_engine_died_is_the_run_whose_engine_did_not(
 def test_a_run_ended_four_times_loses_nothing_of_later_steps(task: Path, tmp_path: Path, start: Callable[..., Any], whole: Path) -> None:
     """With `max_staleness` 1: every step once, the same prompts in the same order, no sample lost, made twice, or too old."""
     directory = tmp_path / "run"
-    command = (*rl_arguments(task, directory, REWARD, *EXACT, "rollout.max_staleness=1"), "--resume")
+    command = (*rl_arguments(task, directory, REWARD, *EXACT, "rollout.max_staleness=1", "objective.proximal=rollout"), "--resume")
     kill_and_resume(start, command, directory, seed=6, whole=whole)
     rows = metrics(directory)
     assert list(rows) == list(range(NUM_STEPS + 1))
@@ -296,6 +296,41 @@ def test_a_kill_inside_a_group_costs_only_unfinished_answers(task: Path, tmp_pat
             # Two of them may be the same single token.
             assert len(made) == 4 and set(answers) <= set(made)
     assert answers_of(directory) == {}
+
+
+@pytest.mark.parametrize("turn", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_run_killed_between_turns_is_the_run_that_was_not(
+    chat_task: Path, interviews: Path, tmp_path: Path, start: Callable[..., Any], turn: int
+) -> None:
+    """The environment begins anew and says the same, so that no finished answer is asked for again."""
+    directory = tmp_path / "run"
+    command = (*chat_arguments(chat_task, directory, "rollout.args={seconds: 2}"), "--resume")
+    run, num_kept = start(*command), 0
+    deadline = time.monotonic() + WAIT_S
+    # One answer of a turn, and all 8 of each turn before.
+    while num_kept <= 8 * (turn - 1):
+        run.descendants()
+        assert run.process.poll() is None and time.monotonic() < deadline, run.output
+        time.sleep(0.05)
+        if (directory / "checkpoints" / "step-000001").exists():
+            num_kept = sum(map(len, answers_of(directory).values()))
+    run.process.kill()
+    run.wait()
+    assert run.survivors(timeout_s=GONE_S) == [], "the environments end, too"
+    num_kept, before = sum(map(len, answers_of(directory).values())), num_requests(directory)
+    again = start(*command)
+    assert again.wait() == 0, again.output
+    assert_same_run(directory, interviews)
+    turns = [round(8 * metrics(interviews)[step]["rollout/turns"]) for step in (1, 2)]
+    num_others = num_requests(interviews) - sum(turns)
+    num_again = num_requests(directory) - before - num_others
+    print(f"killed in turn {turn} of step 2: of {turns[1]} answers {num_kept} were kept and {num_again} asked for after the resume")
+    assert num_again == turns[1] - num_kept
+
+
+def num_requests(directory: Path) -> int:
+    """The requests that the engine's log counts, over all lives of a run."""
+    return (directory / "logs" / "engine-0.log").read_text(errors="replace").count("POST /generate")
 
 
 def answers_of(directory: Path) -> dict[str, list[bytes]]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
-from small_run import metrics, rl_arguments
+from small_run import beyond_loopback, listeners, metrics, rl_arguments
 from transformers import AutoModelForCausalLM
 
 
@@ -57,14 +57,20 @@ def steps_of(directory: Path) -> list[int]:
     return [json.loads(line)["step"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
-def listeners(run: Any) -> dict[str, set[str]]:
-    """The addresses on which the run's processes listen, by process."""
-    found: dict[str, set[str]] = {}
-    for process in {psutil.Process(run.process.pid), *run.descendants()}:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            links = [link for link in process.net_connections(kind="tcp") if link.status == psutil.CONN_LISTEN]
-            found.setdefault(process.name(), set()).update(link.laddr.ip for link in links)
-    return found
+@pytest.mark.parametrize("change", ["noise", *(pytest.param(name, marks=pytest.mark.slow) for name in ("zero", "reversed", "random"))])
+def test_no_step_is_made_on_samples_that_were_changed(task: Path, tmp_path: Path, start: Callable[..., Any], change: str) -> None:
+    directory = tmp_path / "run"
+    changed = ("rollout.function=tests.e2e.changed_samples:rollout", f"rollout.args.change={change}")
+    run = start(*rl_arguments(task, directory, "run.num_steps=3", "run.eval_interval=0", "data.eval=null", "run.save_interval=1", *changed))
+    assert run.wait() == 1, run.output
+    said = " ".join(run.output.split())
+    assert re.search(
+        r"step 2: engine and trainer disagree about the samples: over \d+ tokens of weight version 1, the trainer's own", said
+    ), said
+    assert "likeliest cause: tokens, log-probs or versions of the samples are not as engines returned them" in said
+    assert "look at rollout.function tests.e2e.changed_samples:rollout" in said
+    assert "train/loss" in metrics(directory)[1] and 2 not in metrics(directory)
+    assert sorted(path.name for path in (directory / "checkpoints").iterdir()) == ["step-000001"]
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
@@ -82,8 +88,7 @@ def test_a_signal_leaves_a_checkpoint_and_no_process(
     # A process that changes its threads or files meanwhile can be missed.
     while not {"sglang::scheduler", "raylet", "gcs_server"} <= (by_process := listeners(run)).keys():
         assert time.monotonic() < deadline, by_process
-    loopback = {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
-    assert {name: addresses - loopback for name, addresses in by_process.items() if addresses - loopback} == {}
+    assert beyond_loopback(by_process) == {}
     assert all(f"start: {part} ..." in run.output for part in ("reward workers", "Ray", "ranks", "engines"))
     if number == signal.SIGINT:
         os.killpg(run.process.pid, number)

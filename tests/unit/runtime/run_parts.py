@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_rl.algorithms.rounding_limits import Expected
 from megatron_rl.engines.answers import Generation
 from megatron_rl.engines.engine import EngineAddress
 from megatron_rl.engines.engine_pool import EnginePool
@@ -27,6 +28,7 @@ class Manager:
     """
 
     busy_s = 0.0
+    log_prob = 0.0
     renewed_at = -1
     read: str | None = "synced"
 
@@ -49,7 +51,7 @@ class Manager:
 
     async def generate(self, token_ids: Ints, *, sampling: Sampling, num_samples: int) -> tuple[Generation, ...]:
         self.calls.append(("probe",))
-        return (Generation(np.array([2]), np.zeros(1, np.float32), np.zeros(1, np.int64), StopReason.STOP),) * num_samples
+        return (Generation(np.array([2]), np.full(1, self.log_prob, np.float32), np.zeros(1, np.int64), StopReason.STOP),) * num_samples
 
     async def checksums(self) -> dict[str, str]:
         # As many answers as there may be questions: before the first sync, after it, after the reading.
@@ -76,6 +78,9 @@ class Manager:
     async def abandon(self) -> None:
         self.calls.append(("abandon",))
 
+    async def distrust(self, *, step: int) -> None:
+        self.calls.append(("distrust", step))
+
     async def forget(self, *, before_step: int) -> None:
         self.calls.append(("forget", before_step))
 
@@ -100,7 +105,9 @@ class Ranks:
         self.calls = calls
         self.written, self.save_error = written, save_error
 
-    def train(self, batch: str, *, step: int) -> list[dict[str, Metric]]:
+    def train(self, batch: str, *, step: int, expected: Expected | None) -> list[dict[str, Metric]]:
+        assert expected is None or expected.version == step
+        self.expected = expected
         self.calls.append(("train", batch, step))
         return [{"train/loss": Last(1.0 - step / 10), "train/num_tokens": Sum(8)}]
 

@@ -6,21 +6,16 @@ from megatron.core.parallel_state import RankGenerator
 from ray.util.placement_group import PlacementGroup
 
 from megatron_rl.config.load import load_settings
-from megatron_rl.config.settings import ClusterSettings, TopologySettings
+from megatron_rl.config.settings import ClusterSettings
 from megatron_rl.errors import UserError
 from megatron_rl.planning.launch_plan import placement_rows
 from megatron_rl.runtime.cluster import Reservation, gpu_order, own_gpus, usable_nodes
 from megatron_rl.runtime.placement import Needs, NodeShare, Placement, match_bundles, nodes_needed, place
 from megatron_rl.runtime.preflight import crossing_notes
-from megatron_rl.training.topology import Topology
 
 
 def needs(num_ranks: int, num_engines: int = 0, slots_per_engine: int = 1, *, colocated: bool = False) -> Needs:
     return Needs(num_ranks=num_ranks, num_engines=num_engines, slots_per_engine=slots_per_engine, colocated=colocated)
-
-
-def topology(**sizes: int) -> Topology:
-    return Topology.of(TopologySettings(**sizes, sequence_parallel=sizes.get("tp", 1) > 1))
 
 
 def node_of_rank(placement: Placement, rank: int) -> int:
@@ -127,21 +122,17 @@ def test_bundles_at_one_address_are_told_apart_by_node() -> None:
 
 def test_rows_hold_every_rank_and_engine_in_ranges() -> None:
     placement = place(needs(64, 8, 8), nodes=[8] * 16)
-    rows = placement_rows(placement, topology(num_ranks=64, tp=4, pp=4, ep=16, etp=1))
-    assert rows == {
+    assert placement_rows(placement) == {
         "nodes 0-7": "ranks 0-63, 8 a node on GPUs 0-7",
         "nodes 8-15": "engines 0-7, 1 a node on GPUs 0-7",
-        "tensor parallel: tp 4": "16 groups within one node",
-        "expert parallel: etp 1 × ep 16": "4 groups over 2 nodes each",
-        "stages 0-3, 16 ranks each": "on nodes 0-1, 2-3, 4-5, 6-7",
     }
 
 
 def test_rows_of_one_node() -> None:
     apart = place(needs(4, 2, 2), nodes=[8])
-    assert placement_rows(apart, topology(num_ranks=4, tp=2)) == {"node 0": "ranks 0-3 on GPUs 0-3; engines 0-1 on GPUs 4-7, 2 each"}
+    assert placement_rows(apart) == {"node 0": "ranks 0-3 on GPUs 0-3; engines 0-1 on GPUs 4-7, 2 each"}
     shared = place(needs(8, 8, colocated=True), nodes=[8])
-    assert placement_rows(shared, topology(num_ranks=8)) == {"node 0": "ranks 0-7 on GPUs 0-7; engines 0-7 on GPUs 0-7, 1 each"}
+    assert placement_rows(shared) == {"node 0": "ranks 0-7 on GPUs 0-7; engines 0-7 on GPUs 0-7, 1 each"}
 
 
 def test_tensor_parallel_groups_across_nodes_are_noted() -> None:

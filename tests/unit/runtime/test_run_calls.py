@@ -5,6 +5,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import numpy as np
 import pytest
 from run_parts import Calls, Devices, MakeRun, Manager, Ranks
 
+from megatron_rl.algorithms.rounding_limits import Expected
 from megatron_rl.config.load import load_settings
 from megatron_rl.config.settings import ModelSettings, RewardSettings, RolloutSettings, Settings
+from megatron_rl.engines.engine_pool import EnginePool
 from megatron_rl.errors import EngineError, ParityError, UserError
 from megatron_rl.observe.metrics import Metric
 from megatron_rl.observe.sinks import METRICS_FILE, read_metrics
@@ -83,6 +86,16 @@ def test_a_run_that_ends_early_keeps_what_it_has(make_run: MakeRun, tmp_path: Pa
     assert summary.go_on.endswith("settings.yaml --resume")
     assert steps_of(tmp_path / "run") == [0, 1, 2]
     assert status in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_an_evaluation_has_the_time_of_environments_made_ahead(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[int] = []
+    overrides = ("rollout.max_staleness=3", "data.prompts_per_step=5", "data.samples_per_prompt=2", "objective.proximal=rollout")
+    for words in ((), ("rollout.environment=a:B",)):
+        run = make_run(*overrides, "run.eval_interval=2", "data.eval=held_out.jsonl", *words, held_out=4)
+        monkeypatch.setattr(run, "_generation_deadline_s", lambda *, num_samples: counts.append(num_samples) or 60.0)
+        run.evaluate()
+    assert counts == [4, 4 + 3 * 5 * 2]
 
 
 def test_a_resumed_run_evaluates_at_the_same_steps(make_run: MakeRun, calls: Calls) -> None:
@@ -165,7 +178,7 @@ def test_groups_too_old_after_a_resume_are_announced(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(Manager, "renewed_at", 1)
-    train_loop(make_run("run.num_steps=3", "rollout.max_staleness=1"), first_step=0)
+    train_loop(make_run("run.num_steps=3", "rollout.max_staleness=1", "objective.proximal=rollout"), first_step=0)
     found = re.findall(r"step \d: \d+ groups made anew[^\n]*", capsys.readouterr().out)
     assert found == ["step 2: 3 groups made anew, because rollout.max_staleness is 1 now"]
 
@@ -213,7 +226,7 @@ def test_a_report_can_be_made_at_any_time(make_run: MakeRun, tmp_path: Path) -> 
 def test_a_run_measures_engine_time_and_its_overlap(
     make_run: MakeRun, calls: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def train(self: Ranks, batch: str, *, step: int) -> list[dict[str, Metric]]:
+    def train(self: Ranks, batch: str, *, step: int, expected: Expected | None) -> list[dict[str, Metric]]:
         Manager.busy_s += 3600.0 if step == 0 else 0.0
         return []
 
@@ -233,6 +246,47 @@ def test_the_parity_that_is_needed_is_the_one_that_was_set(make_run: MakeRun, mo
     with pytest.raises(ParityError, match=r"needs a median of at most 1e-04 .* a mean of at most 1e-04"):
         make_run("rollout.sampling.temperature=1.0").begin(step=0)
     make_run("weights.parity_threshold=2e-3").begin(step=0)
+
+
+def test_samples_that_disagree_end_the_run_with_the_likeliest_cause(
+    make_run: MakeRun, calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    off_by, mended_by_a_sync, right_at = 0.0, False, 0.8
+
+    def log_probs(self: Ranks, batch: TrainBatch, *, temperature: float) -> Floats:
+        calls.append(("parity",))
+        mended = temperature == right_at or (mended_by_a_sync and ("publish", 4) in calls)
+        return np.full(len(batch.tokens), 0.0 if mended else -off_by, np.float32)
+
+    def train(self: Ranks, batch: str, *, step: int, expected: Expected | None) -> list[dict[str, Metric]]:
+        assert expected is not None and expected.version == step and expected.limits.outlier == pytest.approx(1e-3 / 0.8)
+        raise ParityError("step 5: engine and trainer disagree about the samples")
+
+    monkeypatch.setattr(Ranks, "log_probs", log_probs)
+    monkeypatch.setattr(Ranks, "train", train)
+
+    def cause(*peers: Any) -> str:
+        calls.clear()
+        run = make_run(devices=Devices(calls))
+        manager = run._manager  # type: ignore[attr-defined]
+        manager.pool = EnginePool([manager, *peers], max_requests=1)
+        with pytest.raises(ParityError, match=r"^step 5: engine and trainer disagree about the samples; ") as raised:
+            run.train("batch", step=4)
+        return str(raised.value).partition("; ")[2]
+
+    assert "not as engines returned them, since a fresh probe of every engine agrees; look at rollout.function" in cause()
+    assert ("publish", 4) not in calls and ("distrust", 4) in calls and calls.count(("probe",)) == 1
+    right_at, off_by = 1.0, 0.5
+    assert "log-probs of the engines are those of temperature 1, and rollout.sampling.temperature is 0.8" in cause()
+    right_at, off_by = -1.0, 0.03
+    assert "another dtype on one side" in cause()
+    off_by, mended_by_a_sync = 0.5, True
+    assert "stale or half-applied weights on url, since another sync of them mended it" in cause()
+    mended_by_a_sync = False
+    peer = Manager(calls, held_out=0, fails_at=None, error=None)
+    peer.address, peer.log_prob = replace(peer.address, url="peer"), -0.5
+    assert "likeliest cause: url, since a fresh probe disagrees there and agrees with 1 other engine" in cause(peer)
+    assert "every engine disagrees in a fresh probe, also after another sync; usual causes: " in cause()
 
 
 def test_weights_are_compared_bit_by_bit_at_the_first_sync(
@@ -333,9 +387,19 @@ def test_a_batch_of_many_waves_gets_the_time_of_all_its_waves() -> None:
     one = load_settings(None, [*paths, *limits])
     assert generation_deadline_s(*sections(one), num_samples=256, num_workers=4) == 2 * 600 + 64 * 2
     assert generation_deadline_s(*sections(one), num_samples=2048, num_workers=4) == 9 * 600 + 512 * 2
+    following = load_settings(None, [*paths, *limits, "rollout.max_concurrent_requests=null"])
+    assert generation_deadline_s(*sections(following), num_samples=256, num_workers=4) == 33 * 600 + 64 * 2, "at least 8 at once"
     two = load_settings(None, [*paths, *limits, "rollout.num_engines=2"])
     assert generation_deadline_s(*sections(two), num_samples=2048, num_workers=4) == 5 * 600 + 512 * 2
     slow = load_settings(None, [*paths, *limits, "rollout.timeout_s=700"])
     assert generation_deadline_s(*sections(slow), num_samples=256, num_workers=4) == 2 * 3 * (700 + 5) + 64 * 2, (
         "three attempts, each with the time until it is left to itself"
     )
+    many = load_settings(None, [*paths, *limits, "rollout.num_engines=8"])
+    assert generation_deadline_s(*sections(many), num_samples=8192, num_workers=4) == 5 * 600 + 2048 * 2
+    played = load_settings(None, [*paths, *limits, "rollout.num_engines=8", "rollout.environment=a:B"])
+    assert generation_deadline_s(*sections(played), num_samples=8192, num_workers=4) == 33 * 600 + 2048 * 2, "256 places"
+    few = load_settings(None, [*paths, *limits, "rollout.max_concurrent_requests=64", "rollout.environment=a:B"])
+    assert generation_deadline_s(*sections(few), num_samples=300, num_workers=4) == 6 * 600 + 75 * 2, "64 slots"
+    agents = load_settings(None, [*paths, *limits, "rollout.agent={command: [a], max_processes: 10}"])
+    assert generation_deadline_s(*sections(agents), num_samples=300, num_workers=4) == 31 * 600 + 75 * 2, "10 processes"

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_rl.algorithms.rounding_limits import FLOAT32, Expected
 from megatron_rl.config.load import load_settings
 from megatron_rl.data.packing import Shard, make_shards
 from megatron_rl.errors import DeadlineError, UserError
@@ -59,6 +60,9 @@ class Endless(Reference):
         return concurrent.futures.Future()
 
 
+EXPECTED = Expected(version=0, limits=FLOAT32)
+
+
 class Worker:
     """What a `TrainerGroup` sees of the actor of one rank."""
 
@@ -84,7 +88,8 @@ class Worker:
     def call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
         return getattr(self, method)(*arguments, **keywords)
 
-    def train_shard(self, shard: Shard) -> list[dict[str, Metric]]:
+    def train_shard(self, shard: Shard, *, expected: Expected | None) -> list[dict[str, Metric]]:
+        assert expected == EXPECTED
         self.shards.append(shard)
         return [{"train/loss": Sum(float(int(self.gpus[0]) + 10 * step))} for step in range(len(shard.steps))]
 
@@ -165,7 +170,7 @@ def test_an_exit_of_a_plug_in_on_a_rank_is_a_sentence() -> None:
 
 def test_a_rank_trains_on_its_data_parallel_sequences(group: TrainerGroup) -> None:
     batch = make_batch([4, 7, 2, 9, 3, 5, 6])
-    steps = group.train(batch, step=3)
+    steps = group.train(batch, step=3, expected=EXPECTED)
     # The budget of a micro-batch is that of each context-parallel rank.
     expected = make_shards(batch, dp=2, optimizer_steps=2, max_tokens_per_micro_batch=6, seed=8, cp=2)
     shards = [worker.worker.shards[0] for worker in group.workers]

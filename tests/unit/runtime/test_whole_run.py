@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from run_parts import Rewards
 
+from megatron_rl.algorithms.rounding_limits import Expected
 from megatron_rl.config.load import load_settings
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.buffer import Buffer
@@ -52,7 +53,7 @@ class Ranks:
     def start(self) -> None:
         return None
 
-    def train(self, batch: TrainBatch, *, step: int) -> list[dict[str, Metric]]:
+    def train(self, batch: TrainBatch, *, step: int, expected: Expected | None) -> list[dict[str, Metric]]:
         return [{"train/num_tokens": Sum(float(batch.loss_mask.sum()))}]
 
     def log_probs(self, batch: TrainBatch, *, temperature: float) -> Floats:
@@ -326,10 +327,10 @@ def test_a_run_ended_from_outside_continues_by_the_same_command(
 ) -> None:
     own = Ranks.train
 
-    def train(self: Ranks, batch: TrainBatch, *, step: int) -> list[dict[str, Metric]]:
+    def train(self: Ranks, batch: TrainBatch, *, step: int, expected: Expected | None) -> list[dict[str, Metric]]:
         if step == 1:
             raise error
-        return own(self, batch, step=step)
+        return own(self, batch, step=step, expected=expected)
 
     settings = make_settings("data.samples_per_prompt=2", "run.save_interval=1")
     with monkeypatch.context() as patch:
@@ -368,7 +369,7 @@ def test_a_run_ended_before_training_trains_after_the_resume(
     trained: list[tuple[int, list[int]]] = []
     ends = [SystemExit(143)]
 
-    def train(self: Ranks, batch: TrainBatch, *, step: int) -> list[dict[str, Metric]]:
+    def train(self: Ranks, batch: TrainBatch, *, step: int, expected: Expected | None) -> list[dict[str, Metric]]:
         trained.append((step, batch.tokens[batch.cu_seqlens[:-1]].tolist()))
         if step == 1 and ends:
             raise ends.pop()
