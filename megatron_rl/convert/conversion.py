@@ -47,19 +47,11 @@ class Options:
     drop_mtp: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Converted:
-    """A finished conversion: format, bytes of weights, seconds."""
-
-    to: Format
-    num_bytes: int
-    seconds: float
-
-
-def convert(path: Path, target: Path, options: Options, *, say: Callable[[str], None] = lambda words: None) -> Converted:
+def convert(path: Path, target: Path, options: Options, *, say: Callable[[str], None] = lambda words: None) -> str:
     """Convert the checkpoint at `path` into the directory `target`, with `options.max_shard_bytes` of tensors at once.
 
-    `say` hears of progress; words with a newline at their end are there to stay. Raises UserError.
+    Returns format, size and speed in words. `say` hears of progress; words with a newline at their
+    end are there to stay. Raises UserError.
     """
     started = time.monotonic()
     with closing(open_weights(path, config=options.config, dequantised_dtype=options.dtype)) as source:
@@ -74,7 +66,8 @@ def convert(path: Path, target: Path, options: Options, *, say: Callable[[str], 
             conversion.tell_wrong_numbers()
             conversion.state_in_config(partial)
             write_model_manifest(partial, entries, stale=conversion.mtp)
-    return Converted(to, conversion.progress.num_bytes, time.monotonic() - started)
+    num_bytes, seconds = conversion.progress.num_bytes, time.monotonic() - started
+    return f"{to}, {size(num_bytes)} in {seconds:.1f} s ({size(num_bytes / seconds)}/s)"
 
 
 def _check_source(source: StoredWeights, target: Path, read: Iterable[Path], say: Callable[[str], None]) -> None:

@@ -27,28 +27,19 @@ _FLOAT32_ROUNDING = 1e-3
 
 
 class TensorComparison:
-    """The tensors compared so far, the faults in words, and the error made by float8.
-
-    `largest_error` is a share of the largest number in its block, `mean_error` the mean |error| over the mean |number|.
-    """
+    """The tensors compared so far, the faults in words, and the error made by float8, a share of the largest number in its block."""
 
     def __init__(self) -> None:
         self.num_tensors = self.num_quantised = 0
         self.wrong: list[str] = []
         self.largest_error = 0.0
-        self._moved, self._size = 0.0, 0.0
-
-    @property
-    def mean_error(self) -> float:
-        """Return the error of a number on average."""
-        return self._moved / self._size if self._size else 0.0
 
     def check(self) -> Check:
         """Return the promise that the tensors are as requested."""
         if self.wrong:
             return Check(SAME, "broken", f"{len(self.wrong)} of {self.num_tensors} are not, the first: {self.wrong[0]}")
         moved = f"; float8 moves {self.num_quantised} of them by at most {self.largest_error:.2%} of the largest number in a block of "
-        moved += f"{FP8_BLOCK} x {FP8_BLOCK}, by {self.mean_error:.2%} of a number on average"
+        moved += f"{FP8_BLOCK} x {FP8_BLOCK}"
         return Check(SAME, text=f"{self.num_tensors} tensors{moved if self.num_quantised else ''}")
 
     def add_quantised(self, weight: Tensor, got: Tensor) -> bool:
@@ -56,8 +47,6 @@ class TensorComparison:
         error, largest, tiny = (got - weight).abs(), _largest_of_block(weight), torch.finfo(torch.float32).tiny
         allowed = torch.maximum(weight.abs() * _HALF_STEP, (largest / _FP8.max).clamp_min(tiny) * _SMALLEST_HALF_STEP)
         self.num_quantised += 1
-        self._moved += error.sum(dtype=torch.float64).item()
-        self._size += weight.abs().sum(dtype=torch.float64).item()
         self.largest_error = max(self.largest_error, (error / largest.clamp_min(tiny)).max().item())
         return bool((error <= allowed * (1 + _FLOAT32_ROUNDING)).all())
 
@@ -74,7 +63,10 @@ def compare_tensors(source: StoredWeights, target: StoredWeights, changes: Chang
         got = target.read(name)
         quantised = changes.quantise and is_quantised(name, tensor.dim(), rule)
         found.num_tensors += 1
-        if not _equal(got, _meant_by_codes(tensor) if quantised else tensor):
+        meant = dequantise(Quantised("", "fp8", "", "", _BLOCK), *quantise_blocks(tensor), dtype=torch.float32) if quantised else tensor
+        # One of the two may be stored in a wider dtype.
+        widest = torch.promote_types(got.dtype, meant.dtype)
+        if not torch.equal(got.to(widest), meant.to(widest)):
             found.wrong.append(f"{name} in {target.path} has other numbers than {source.path} gives")
         elif quantised and not found.add_quantised(tensor.float(), got):
             found.wrong.append(f"{name} in {target.path} is further from its weight than float8 has to be: its scales are wrong")
@@ -87,18 +79,6 @@ def _other_model(source: StoredWeights, target: StoredWeights) -> Iterator[str]:
     for field in dataclasses.fields(source.spec):
         if getattr(source.spec, field.name) != getattr(written, field.name):
             yield f"config.json in {target.directory} gives another {field.name} than that in {source.directory}"
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    """Return true when two tensors [...] have the same numbers, also where one is stored in a wider dtype."""
-    widest = torch.promote_types(one.dtype, other.dtype)
-    return torch.equal(one.to(widest), other.to(widest))
-
-
-def _meant_by_codes(weight: Tensor) -> Tensor:
-    """Return the numbers [R, C] meant by the codes of `weight`."""
-    codes, scales = quantise_blocks(weight)
-    return dequantise(Quantised("", "fp8", "", "", _BLOCK), codes, scales, dtype=torch.float32)
 
 
 def _largest_of_block(weight: Tensor) -> Tensor:

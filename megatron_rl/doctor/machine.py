@@ -8,7 +8,6 @@ import os
 import re
 import resource
 import shutil
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -52,10 +51,8 @@ def examine(directory: Path) -> Iterator[Check]:
         "/dev/shm", Path("/dev/shm"), needed_gib=NEEDED_SHM_GIB, fix="mount -o remount,size=4G /dev/shm, or docker run --shm-size=4g"
     )
     yield check_space("disk", directory, needed_gib=NEEDED_DISK_GIB, fix=f"free space on the file system of {directory}")
-    yield check_lscpu(kind)
     yield check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     yield check_proxies(urllib.request.getproxies_environment())
-    yield check_loopback()
 
 
 def _needs(promise: str, met: bool, text: str, *, lack: str, fix: str, level: Level = "broken") -> Check:
@@ -178,14 +175,6 @@ def check_space(topic: str, path: Path, *, needed_gib: int, fix: str) -> Check:
     return _needs(topic, free >= needed_gib * GIB, text, lack=lack, fix=fix, level="note")
 
 
-def check_lscpu(kind: Literal["cpu", "cuda"]) -> Check:
-    """Check lscpu, asked for the cores by SGLang's CPU path."""
-    path = shutil.which("lscpu")
-    if path is not None or kind == "cuda":
-        return Check("lscpu", "ok", path or "not needed on a GPU")
-    return Check("lscpu", "broken", "not on PATH, SGLang on a CPU calls it", "apt-get install util-linux")
-
-
 def check_open_files(limit: int) -> Check:
     """Check the limit of open files, because Ray opens a file per worker and connection."""
     if limit == resource.RLIM_INFINITY:
@@ -207,15 +196,6 @@ def check_proxies(proxies: Mapping[str, str]) -> Check:
     text = f"{captured[0]}_proxy is set without an exception for {LOOPBACK}: it would receive the traffic to the engines"
     names = ",".join([*filter(None, exceptions), "localhost", LOOPBACK])
     return Check("proxy", "broken", text, f"export no_proxy={names} NO_PROXY={names}")
-
-
-def check_loopback() -> Check:
-    """Check binding a port on loopback and connecting to the port."""
-    try:
-        with socket.create_server((LOOPBACK, 0)) as server, socket.create_connection(server.getsockname(), timeout=5.0):
-            return Check("loopback", "ok", f"ports on {LOOPBACK} can be bound and reached")
-    except OSError as error:
-        return Check("loopback", "broken", f"no port on {LOOPBACK} can be bound and reached ({error})", "ip link set lo up")
 
 
 def nvidia_smi(field: str) -> list[str]:

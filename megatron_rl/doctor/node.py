@@ -24,24 +24,21 @@ from megatron_rl.doctor.tiny_models import FAMILIES, write_tiny_model
 from megatron_rl.engines.client import EngineClient
 from megatron_rl.engines.engine_pool import EnginePool
 from megatron_rl.errors import MegatronRLError
+from megatron_rl.models.read_spec import read_model_spec
+from megatron_rl.runtime.cluster import Reservation, reserve
+from megatron_rl.runtime.engine_model import EngineModel
+from megatron_rl.runtime.engines import EngineGroup
+from megatron_rl.runtime.placement import Needs
 from megatron_rl.runtime.ray_session import ray_cluster
+from megatron_rl.runtime.start import make_transport
+from megatron_rl.runtime.trainers import TrainerGroup
+from megatron_rl.runtime.watchdog import Watchdog
 from megatron_rl.system.deadlines import PLACEMENT_S
-from megatron_rl.system.device import quiet_megatron_imports
 from megatron_rl.system.process_variables import shared_variables
+from megatron_rl.training.offload import PARTS
 from megatron_rl.types import Sample, TrainBatch
-
-with quiet_megatron_imports():
-    from megatron_rl.models.read_spec import read_model_spec
-    from megatron_rl.runtime.cluster import Reservation, reserve
-    from megatron_rl.runtime.engine_model import EngineModel
-    from megatron_rl.runtime.engines import EngineGroup
-    from megatron_rl.runtime.placement import Needs
-    from megatron_rl.runtime.start import make_transport
-    from megatron_rl.runtime.trainers import TrainerGroup
-    from megatron_rl.runtime.watchdog import Watchdog
-    from megatron_rl.training.offload import PARTS
-    from megatron_rl.weights.sync import WeightSync
-    from megatron_rl.weights.transport import exported_specs
+from megatron_rl.weights.sync import WeightSync
+from megatron_rl.weights.transport import exported_specs
 
 VOCAB = 512
 RUN_STEPS, RUN_TIMEOUT_S, ENGINE_TIMEOUT_S = 3, 900.0, 300.0

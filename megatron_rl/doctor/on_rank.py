@@ -14,15 +14,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from megatron_rl.system.device import Device, local_device, quiet_megatron_imports
+from megatron_rl.models.model_spec import ModelSpec
+from megatron_rl.models.weight_table import rules
+from megatron_rl.planning.step_time import Flops, ModelSize, Rates
+from megatron_rl.planning.tracking import MemoryTracker
+from megatron_rl.system.device import Device, local_device
+from megatron_rl.training.trainer import Trainer
 from megatron_rl.types import TrainBatch
-
-with quiet_megatron_imports():
-    from megatron_rl.models.model_spec import ModelSpec
-    from megatron_rl.models.weight_table import rules
-    from megatron_rl.planning.step_time import Flops, ModelSize, Rates
-    from megatron_rl.planning.tracking import MemoryTracker
-    from megatron_rl.training.trainer import Trainer
 
 TURNS, CALLS = 5, 3
 COPIED_BYTES = {"cuda": 2**30, "cpu": 2**26}

@@ -24,20 +24,17 @@ from megatron_rl.doctor.machine import check_import, check_package, examine, lib
 from megatron_rl.doctor.node import Node
 from megatron_rl.engines.sampling import Sampling
 from megatron_rl.errors import DeadlineError, MegatronRLError, UserError, counted
-from megatron_rl.system.device import quiet_megatron_imports
+from megatron_rl.models.model_spec import ModelSpec
+from megatron_rl.models.read_spec import read_model_spec
+from megatron_rl.planning.measurement import measure
+from megatron_rl.planning.run_plan import CONTEXT_BYTES, make_job, stage_memories
+from megatron_rl.planning.step_time import ModelSize, Rates, Step
+from megatron_rl.runtime.colocation import Phase, SharedDevices
 from megatron_rl.system.files import write_atomic
 from megatron_rl.system.versions import installed_version, transformer_engine_release
+from megatron_rl.training.offload import PARTS
 from megatron_rl.types import Floats, Prompt
-
-with quiet_megatron_imports():
-    from megatron_rl.models.model_spec import ModelSpec
-    from megatron_rl.models.read_spec import read_model_spec
-    from megatron_rl.planning.measurement import measure
-    from megatron_rl.planning.run_plan import CONTEXT_BYTES, make_job, stage_memories
-    from megatron_rl.planning.step_time import ModelSize, Rates, Step
-    from megatron_rl.runtime.colocation import Phase, SharedDevices
-    from megatron_rl.training.offload import PARTS
-    from megatron_rl.weights.parity import sample_probe
+from megatron_rl.weights.parity import sample_probe
 
 RESULT_FILE = "trial.json"
 LEAST_GB_PER_S = {"cuda": 20.0, "cpu": 0.01}

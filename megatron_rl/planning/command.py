@@ -18,17 +18,15 @@ from megatron_rl.config.settings import RolloutSettings, Settings
 from megatron_rl.config.yaml_text import format_value
 from megatron_rl.engines.server_args import validate_server_args
 from megatron_rl.errors import UserError, counted
+from megatron_rl.models.config_json import read_object
+from megatron_rl.models.model_spec import ModelSpec
+from megatron_rl.models.read_spec import parse_model_spec, read_model_spec
 from megatron_rl.planning.records import RunPlan
-from megatron_rl.system.device import local_device, quiet_megatron_imports
-
-with quiet_megatron_imports():
-    from megatron_rl.models.config_json import read_object
-    from megatron_rl.models.model_spec import ModelSpec
-    from megatron_rl.models.read_spec import parse_model_spec, read_model_spec
-    from megatron_rl.planning.run_plan import on_gpu, plan_engine, plan_run, planned_attention
-    from megatron_rl.planning.search import best_layouts, remedy
-    from megatron_rl.training.model_check import check_model, check_tokens
-    from megatron_rl.training.trained_model import model_dtype
+from megatron_rl.planning.run_plan import on_gpu, plan_engine, plan_run, planned_attention
+from megatron_rl.planning.search import best_layouts, remedy
+from megatron_rl.system.device import local_device
+from megatron_rl.training.model_check import check_model, check_tokens
+from megatron_rl.training.trained_model import model_dtype
 
 _SETTINGS_SUFFIXES = (".yaml", ".yml")
 _SIZES = ("tp", "pp", "cp", "ep", "etp")

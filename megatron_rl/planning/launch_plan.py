@@ -1,6 +1,6 @@
 """The launch plan of a run, in words and numbers, for `train --check`. Starts nothing."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import groupby
 
 import torch
@@ -15,22 +15,21 @@ from megatron_rl.config.derived import (
     sync_deadline_s,
 )
 from megatron_rl.config.gpus import find_gpu
-from megatron_rl.config.settings import ModelSettings, SamplingSettings, Settings
+from megatron_rl.config.order import FirstComplete
+from megatron_rl.config.settings import Settings
 from megatron_rl.config.yaml_text import format_value
 from megatron_rl.errors import counted
+from megatron_rl.models.attention.attention_choice import attention_name
+from megatron_rl.models.read_spec import read_model_spec
+from megatron_rl.planning.records import RunPlan
+from megatron_rl.planning.run_plan import plan_run
 from megatron_rl.runtime.engine_model import planned_model
 from megatron_rl.runtime.engines import engine_arguments, weight_sync
 from megatron_rl.runtime.placement import NodeShare, Placement
-from megatron_rl.system.device import chosen_backends, chosen_row_maths, quiet_megatron_imports
-
-with quiet_megatron_imports():
-    from megatron_rl.models.attention.attention_choice import attention_name
-    from megatron_rl.models.read_spec import read_model_spec
-    from megatron_rl.planning.records import RunPlan
-    from megatron_rl.planning.run_plan import plan_run
-    from megatron_rl.runtime.target import Target
-    from megatron_rl.training.critic import critic_optimizer
-    from megatron_rl.training.topology import Topology
+from megatron_rl.runtime.target import Target
+from megatron_rl.system.device import chosen_backends, chosen_row_maths
+from megatron_rl.training.critic import critic_optimizer
+from megatron_rl.training.topology import Topology
 
 
 def launch_plan(settings: Settings, target: Target) -> dict[str, Mapping[str, str]]:
@@ -50,7 +49,7 @@ def launch_plan(settings: Settings, target: Target) -> dict[str, Mapping[str, st
     return {
         "What the settings add up to": sizes(settings),
         "What would be launched": _processes(settings, target),
-        "Where it would be placed": elsewhere if placement is None else placement_rows(placement, topology),
+        "Where it would be placed": elsewhere if placement is None else placement_rows(placement),
         "What it would run on": backends | {f"{package} here": version for package, version in chosen_backends().items()},
     }
 
@@ -85,10 +84,13 @@ def sizes(settings: Settings) -> dict[str, str]:
     if settings.supervised:
         return rows
     longest, response, staleness = settings.longest_sequence, settings.rollout.sampling.max_response_tokens, settings.rollout.max_staleness
-    groups, ahead = counted(data.prompts_per_step, "group"), staleness * data.prompts_per_step
+    groups, order = counted(data.prompts_per_step, "group"), settings.rollout.order
+    ahead = order.ahead(data.prompts_per_step, max_staleness=staleness, steps_left=run.num_steps)
     return rows | {
         "tokens per sequence": f"at most {data.max_prompt_tokens} + {response} = {longest}",
-        "groups made ahead": f"at most {counted(staleness, 'step')} × {groups} = {ahead}, while a step trains"
+        "groups made ahead": f"at most {ahead} besides {groups} (rollout.order {order.kind})"
+        if isinstance(order, FirstComplete)
+        else f"at most {counted(staleness, 'step')} × {groups} = {staleness * data.prompts_per_step}, while a step trains"
         if staleness
         else "none: generation and training take turns (rollout.max_staleness 0)",
         "tokens per step": f"at most {longest} × {per_step} = {longest * per_step}",
@@ -114,6 +116,12 @@ def _processes(settings: Settings, target: Target) -> dict[str, str]:
     where += ", the same as those of the ranks, in turns" if runtime.colocate else ""
     model = planned_model(settings.model.path, directory=settings.run.directory, sglang=settings.rollout.sglang)
     arguments = engine_arguments(settings, model=model, device_kind=device.kind)
+    deadlines = {
+        "start": start_deadline_s(settings.model),
+        "weight sync": sync_deadline_s(settings.model),
+        "training step": step_deadline_s(settings.model),
+        "request": request_deadline_s(settings.model, settings.rollout.sampling),
+    }
     return rows | {
         "SGLang": f"{counted(settings.rollout.num_engines, 'server')}{where}",
         "SGLang's arguments": " ".join(f"{name}={format_value(value)}" for name, value in arguments.items()),
@@ -121,22 +129,12 @@ def _processes(settings: Settings, target: Target) -> dict[str, str]:
         if settings.reward.function
         else settings.rollout.name,
         "weight sync": weight_sync(settings.weight_transport, settings.weights, colocate=runtime.colocate, device_kind=device.kind),
-        "deadlines": _deadlines(settings.model, settings.rollout.sampling),
+        "deadlines": ", ".join(f"{name} {value:,.0f} s" for name, value in deadlines.items()),
     }
 
 
-def _deadlines(model: ModelSettings, sampling: SamplingSettings) -> str:
-    seconds = {
-        "start": start_deadline_s(model),
-        "weight sync": sync_deadline_s(model),
-        "training step": step_deadline_s(model),
-        "request": request_deadline_s(model, sampling),
-    }
-    return ", ".join(f"{name} {value:,.0f} s" for name, value in seconds.items())
-
-
-def placement_rows(placement: Placement, topology: Topology) -> dict[str, str]:
-    """Return ranks and engines with node and slots, a row for equal nodes, and the nodes of parallel groups."""
+def placement_rows(placement: Placement) -> dict[str, str]:
+    """Return ranks and engines with node and slots, a row for equal nodes."""
     rows: dict[str, str] = {}
     for (ranks_each, seats), run in groupby(enumerate(placement.nodes), key=lambda pair: _shape(pair[1])):
         numbered = list(run)
@@ -152,31 +150,7 @@ def placement_rows(placement: Placement, topology: Topology) -> dict[str, str]:
             slots = _count(unit, _span(seats[0].start, seats[-1].stop - 1))
             parts.append(f"{engines}{each.format(len(seats))} on {slots}{f', {len(seats[0])} each' * (len(seats) > 1)}")
         rows[name] = "; ".join(parts)
-    return rows | dict(_group_rows(placement, topology))
-
-
-def _group_rows(placement: Placement, topology: Topology) -> Iterator[tuple[str, str]]:
-    """Yield one row for each kind of parallel group of several ranks: blocks of consecutive ranks."""
-    if len(placement.nodes) == 1 or not placement.needs.num_ranks:
-        return
-    blocks = {
-        f"tensor parallel: tp {topology.tp}": topology.tp,
-        f"context parallel: tp {topology.tp} × cp {topology.cp}": topology.tp * topology.cp if topology.cp > 1 else 1,
-        f"expert parallel: etp {topology.etp} × ep {topology.ep}": topology.etp * topology.ep if topology.ep > 1 else 1,
-    }
-    for name, size in blocks.items():
-        if size > 1:
-            yield name, ", ".join(_on_nodes(nodes, count) for nodes, count in sorted(placement.spans(size).items()))
-    per_stage = topology.num_ranks // topology.pp
-    if topology.pp > 1:
-        stages = [placement.nodes_of_block(stage * per_stage, per_stage) for stage in range(topology.pp)]
-        spans = ", ".join(_span(nodes.start, nodes.stop - 1) for nodes in stages)
-        yield f"stages 0-{topology.pp - 1}, {counted(per_stage, 'rank')} each", f"on nodes {spans}"
-
-
-def _on_nodes(nodes: int, count: int) -> str:
-    groups = counted(count, "group")
-    return f"{groups} within one node" if nodes == 1 else f"{groups} over {nodes} nodes{' each' if count > 1 else ''}"
+    return rows
 
 
 def _shape(share: NodeShare) -> tuple[int, tuple[range, ...]]:

@@ -9,20 +9,17 @@ from megatron_rl.config.derived import dtype_name
 from megatron_rl.config.gpus import GIB, Gpu
 from megatron_rl.config.settings import ModelSettings, RolloutSettings, Settings, TrainingSettings
 from megatron_rl.errors import UserError
+from megatron_rl.models.attention.attention_choice import Attention, attention_name, resolve_attention
+from megatron_rl.models.model_spec import ModelSpec
+from megatron_rl.models.unavailable_fields import without_kernels
+from megatron_rl.models.weight_table import tensor_shapes
 from megatron_rl.planning.measurement import Answer, Job, measure
 from megatron_rl.planning.records import EngineMemory, RunPlan, StageMemory
-from megatron_rl.system.device import quiet_megatron_imports
+from megatron_rl.training.model_check import check_layout
+from megatron_rl.training.objective_checks import teacher_path
+from megatron_rl.training.teacher import read_teacher_spec
+from megatron_rl.training.topology import Topology
 from megatron_rl.weights.transport import BUCKET_BYTES, exported_specs
-
-with quiet_megatron_imports():
-    from megatron_rl.models.attention.attention_choice import Attention, attention_name, resolve_attention
-    from megatron_rl.models.model_spec import ModelSpec
-    from megatron_rl.models.unavailable_fields import without_kernels
-    from megatron_rl.models.weight_table import tensor_shapes
-    from megatron_rl.training.model_check import check_layout
-    from megatron_rl.training.objective_checks import teacher_path
-    from megatron_rl.training.teacher import read_teacher_spec
-    from megatron_rl.training.topology import Topology
 
 if TYPE_CHECKING:
     from megatron_rl.planning.rank import RankMemory
@@ -78,24 +75,9 @@ def plan_layouts(variants: Sequence[Settings], spec: ModelSpec, *, gpu: Gpu, num
         if answer.refused is not None:
             plans[index] = answer.refused
             continue
-        settings, runtime = variants[index], variants[index].runtime
-        # While a colocated engine generates, and while a thread writes a checkpoint, whose copy's memory stays for the
-        # next one. An upper bound, because another copy's rank writes a part.
-        copies, keeps = runtime.colocate + (settings.run.save_interval > 0), settings.training.keeps_reference(settings.objective)
-        stages = stage_memories(job, answer, frees_outputs=True, host_copies=copies, keeps_reference=keeps)
-        colocated = runtime.colocate and not settings.supervised
-        shared = CONTEXT_BYTES if colocated else 0
-        plans[index] = _assemble(
-            job,
-            stages,
-            None if settings.supervised else plan_engine(settings.rollout, spec, gpu, longest=job.longest, shared_with=shared),
-            gpu=gpu,
-            per_node=min(runtime.cluster.gpus_per_node or gpu.per_node, gpu.per_node),
-            num_nodes=num_nodes,
-            colocated=colocated,
-            buckets=shared_buckets(job.model, spec) if settings.weight_transport == "ipc" else 0,
-            attention=attention_name(attention, settings.model.megatron),
-        )
+        settings = variants[index]
+        name = attention_name(attention, settings.model.megatron)
+        plans[index] = _assemble(settings, spec, job, answer, name, gpu=gpu, num_nodes=num_nodes)
     return plans
 
 
@@ -143,33 +125,32 @@ def _tokens(training: TrainingSettings, longest: int) -> int:
     return max(training.max_tokens_per_micro_batch, -(-longest // training.topology.cp))
 
 
-def _assemble(
-    job: Job,
-    stages: tuple[StageMemory, ...],
-    engine: EngineMemory | None,
-    *,
-    gpu: Gpu,
-    per_node: int,
-    num_nodes: int | None,
-    colocated: bool,
-    buckets: int,
-    attention: str,
-) -> RunPlan:
-    """Return the plan of measured ranks, with `buckets` bytes that ranks and colocated engines share in a sync."""
-    topology = Topology.of(job.training.topology)
-    num_engine_gpus = 0 if engine is None or colocated else engine.num_engines * engine.num_gpus
-    handover = 0
-    if colocated and engine is not None:
-        handover = max(stage.parameters for stage in stages) + engine.weights + CONTEXT_BYTES + ASLEEP_BYTES + buckets
+def _assemble(settings: Settings, spec: ModelSpec, job: Job, answer: Answer, attention: str, *, gpu: Gpu, num_nodes: int | None) -> RunPlan:
+    """Return the plan of measured ranks."""
+    runtime, topology = settings.runtime, Topology.of(job.training.topology)
+    # While a colocated engine generates, and while a thread writes a checkpoint, whose copy's memory stays for the
+    # next one. An upper bound, because another copy's rank writes a part.
+    copies, keeps = runtime.colocate + (settings.run.save_interval > 0), settings.training.keeps_reference(settings.objective)
+    stages = stage_memories(job, answer, frees_outputs=True, host_copies=copies, keeps_reference=keeps)
+    colocated = runtime.colocate and not settings.supervised
+    engine, engine_gpus, handover, on_engines = None, 0, 0, 0
     # Main memory of the fullest node.
+    per_node = min(runtime.cluster.gpus_per_node or gpu.per_node, gpu.per_node)
     on_ranks = max(stage.host for stage in stages) * min(per_node, topology.num_ranks)
-    on_engines = 0 if engine is None else max(1, per_node // engine.num_gpus) * ENGINE_HOST_BYTES
+    if not settings.supervised:
+        engine = plan_engine(settings.rollout, spec, gpu, longest=job.longest, shared_with=CONTEXT_BYTES if colocated else 0)
+        engine_gpus = 0 if colocated else engine.num_engines * engine.num_gpus
+        on_engines = max(1, per_node // engine.num_gpus) * ENGINE_HOST_BYTES
+    if colocated and engine is not None:
+        # Ranks and engines share the buckets in a sync.
+        buckets = shared_buckets(job.model, spec) if settings.weight_transport == "ipc" else 0
+        handover = max(stage.parameters for stage in stages) + engine.weights + CONTEXT_BYTES + ASLEEP_BYTES + buckets
     return RunPlan(
         gpu=gpu,
         layout=str(topology),
         attention=attention,
         tokens=_tokens(job.training, job.longest),
-        num_nodes=num_nodes or -(-(topology.num_ranks + num_engine_gpus) // per_node),
+        num_nodes=num_nodes or -(-(topology.num_ranks + engine_gpus) // per_node),
         stages=stages,
         engine=engine,
         colocated=colocated,

@@ -84,11 +84,6 @@ class Flops:
             head=2.0 * (float(lengths.sum()) if num_targets is None else num_targets) * spec.vocab_size * spec.hidden_size,
         )
 
-    @property
-    def of_model(self) -> float:
-        """Forward and backward as MFU counts: a backward is two forwards, nothing twice (PaLM, appendix B)."""
-        return 3 * (self.layers + self.attention + self.head)
-
     def products(self, *, recompute: str | None) -> float:
         """Return operations with weights: the head's logits are made twice, all layers' with `recompute` "full"."""
         return (3 + (recompute == "full")) * self.layers + 4 * self.head

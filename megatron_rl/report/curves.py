@@ -4,7 +4,6 @@ import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -18,8 +17,6 @@ _COLORS = ("#2563eb", "#ea580c", "#059669", "#9333ea", "#64748b", "#ca8a04")
 _GREY = "#475569"
 # A curve with more points than this is drawn faintly, with a smoothed line over it.
 _SMOOTHED_ABOVE = 30
-# Share of the axis between two labels so that one does not cover the other.
-_LABEL_GAP = 0.065
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,25 +89,7 @@ def _draw_panel(axis: Axes, panel: Panel, steps: Steps) -> None:
         else:
             axis.plot(numbers, values, color=color, linewidth=0.7, alpha=0.3)
             axis.plot(numbers, _smooth(values, width=max(3, len(values) // 20)), color=color, linewidth=1.7, label=label)
-    if panel.sparse:
-        _write_ends(axis, panel, steps)
     _dress(axis, panel)
-
-
-def _write_ends(axis: Axes, panel: Panel, steps: Steps) -> None:
-    """Write the first value before its point and the last value behind, at a readable distance."""
-    low, high = (0.0, 1.0) if panel.share else axis.get_ylim()
-    for index, align, offset in ((0, "right", -7), (-1, "left", 7)):
-        ends = []
-        for color, metric in zip(_COLORS, panel.curves.values(), strict=False):
-            numbers, values = _points(steps, metric)
-            if numbers and (index == 0 or len(numbers) > 1):
-                ends.append((values[index], numbers[index], color))
-        height = -math.inf
-        for value, number, color in sorted(ends):
-            height = max(value, height + _LABEL_GAP * (high - low))
-            style: dict[str, Any] = {"fontsize": 8.5, "fontweight": "bold", "color": color, "ha": align, "va": "center"}
-            axis.annotate(f"{value:.3f}", (number, height), textcoords="offset points", xytext=(offset, 0), **style)
 
 
 def _dress(axis: Axes, panel: Panel) -> None:
@@ -140,16 +119,9 @@ def _points(steps: Steps, metric: str) -> tuple[list[int], list[float]]:
 
 
 def _smooth(values: Sequence[float], *, width: int) -> list[float]:
-    """Return the value of a line fitted to `width` values on each side, without a bend at the ends.
+    """Return the mean with up to `width` values on each side, as many on both: a straight line stays one.
 
     It stays within the range of these values: no accuracy above 1, no length below 0.
     """
-    smoothed = []
-    for index in range(len(values)):
-        first = max(0, index - width)
-        window = np.asarray(values[first : index + width + 1])
-        offsets = np.arange(first, first + len(window)) - index
-        centred = offsets - offsets.mean()
-        slope = (centred * window).sum() / (centred**2).sum()
-        smoothed.append(float(np.clip(window.mean() - slope * offsets.mean(), window.min(), window.max())))
-    return smoothed
+    reaches = [min(index, len(values) - 1 - index, width) for index in range(len(values))]
+    return [float(np.mean(values[index - reach : index + reach + 1])) for index, reach in enumerate(reaches)]

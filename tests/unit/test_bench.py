@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_rl.algorithms.log_prob import TORCH_ROWS
 
@@ -127,3 +128,45 @@ def test_checkpoints_are_compared_with_cp(monkeypatch: pytest.MonkeyPatch, capsy
         f"pause of a save 4.00 s, 1.00 {told} 4.00; put in its place in 4.00 s; 3 MiB",
         f"pause of a save, no rollout 0.20 s, 0.05 {told} 0.10; put in its place in 4.00 s; 5 MiB",
     ]
+
+
+def test_a_driver_and_orders_are_measured_on_stub_engines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run_here(BENCH / "rollout.py", "--small", "--turns", "1", "--only", "control", "tails", monkeypatch=monkeypatch)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "samples/s" in line or "times as fast" in line]
+    assert "2 engines x 64: " in lines[0] and "per CPU second of the driver; cores: " in lines[0]
+    assert [line.split("  ")[0] for line in lines[1:]] == ["synchronous", "over-sampling", "partial", "asynchronous 1", "asynchronous 4"]
+
+
+def test_a_turn_that_changes_a_token_before_is_a_broken_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCH))
+    bench = importlib.import_module("rollout")
+    chains_of = bench.chains_of
+
+    def asked(prompt: list[int], answer: list[int]) -> tuple[dict[str, object], dict[str, object]]:
+        return {"input_ids": prompt, "sampling_params": {}, "rid": "r"}, {"output_ids": answer}
+
+    twins = [asked([1, 2], [3]), asked([1, 2], [3]), asked([1, 2, 3, 4], [5, 6])]
+    last = asked([1, 2, 3, 7], [8])
+    whole = chains_of([*twins, asked([1, 2, 3, 4, 5, 6, 9], [9]), last])
+    assert sorted([len(request["input_ids"]) for request in chain] for chain in whole) == [[2, 4], [2, 4, 7]]
+    broken = chains_of([*twins, last, asked([1, 2], [8]), asked([1, 2, 3, 4, 5, 9, 9], [9])])
+    assert len(broken) == 4 and bench.num_broken(broken) == 1, "token 6 was sampled, and is 9 now; one trajectory was begun again"
+    assert bench.num_broken(whole) == 0
+
+
+def test_the_policy_of_the_shop_ends_or_calls_a_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCH))
+    shop = importlib.import_module("shop_task")
+    shop.write_task(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hi."}], tools=shop.TOOLS, add_generation_prompt=True, return_dict=False
+    )
+    prompts = torch.tensor([ids] * 16)
+    torch.manual_seed(0)
+    made = model.generate(prompts, do_sample=True, max_new_tokens=32, top_k=0, attention_mask=torch.ones_like(prompts))
+    said = {tokenizer.decode(row[len(ids) :]).partition("<|im_end|>")[0] for row in made}
+    letters = "abcdefghijklmnop"
+    ends = ("", f"<tool_call>{shop.CALL}</tool_call>")
+    assert said == {letters + letter + end for letter in "xy" for end in ends}

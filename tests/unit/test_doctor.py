@@ -127,10 +127,8 @@ def test_space_of_a_directory_that_does_not_exist_yet(tmp_path: Path) -> None:
     assert doctor.check_space("disk", tmp_path, needed_gib=10**9, fix="buy disks").level == "note"
 
 
-def test_lscpu_is_needed_on_cpu_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_no_program_of_the_driver_means_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert doctor.check_lscpu("cpu").level == "broken"
-    assert doctor.check_lscpu("cuda").level == "ok"
     assert doctor.gpu_kind() == "cpu"
 
 
@@ -198,10 +196,6 @@ def test_imports_are_tried_in_a_child() -> None:
     finding = doctor.check_import("json.nothing_here")
     assert finding.level == "broken"
     assert "No module named 'json.nothing_here'" in finding.text
-
-
-def test_loopback_works_here() -> None:
-    assert doctor.check_loopback().level == "ok"
 
 
 @pytest.mark.parametrize(("level", "status"), [("ok", 0), ("note", 0), ("broken", 1)])

@@ -63,9 +63,9 @@ def test_there_and_back_is_bit_exact(tiny_model, tmp_path, family, dtype):
         if name.endswith("e_score_correction_bias"):
             original[name] = original[name].float()
     save_file(original, path / "model.safetensors", metadata={"format": "pt"})
-    assert convert(path, tmp_path / "ours", Options(max_shard_bytes=30_000)).to == "megatron"
+    assert convert(path, tmp_path / "ours", Options(max_shard_bytes=30_000)).startswith("megatron, ")
     assert len(list((tmp_path / "ours").glob("*.distcp"))) > 1
-    assert convert(tmp_path / "ours", tmp_path / "back", Options(max_shard_bytes=50_000)).to == "hf"
+    assert convert(tmp_path / "ours", tmp_path / "back", Options(max_shard_bytes=50_000)).startswith("hf, ")
     assert_same_tensors(tmp_path / "back", original)
     names = {file.name for file in path.iterdir() if file.suffix != ".safetensors"}
     assert "config.json" in names and "tokenizer.json" in names
@@ -97,7 +97,7 @@ def test_a_run_s_checkpoint_gives_layers_of_its_export_only(tiny_model, tmp_path
     (step / "megatron/config.json").unlink()
     # A run's export of other weights than its checkpoint's: only what the model does not build is taken from it.
     save_hf(step / "hf", {name: tensor + 1 for name, tensor in original.items()}, source=path, stale=MTP.items())
-    assert convert(step, tmp_path / "back", Options()).to == "hf"
+    assert convert(step, tmp_path / "back", Options()).startswith("hf, ")
     assert_same_tensors(tmp_path / "back", original | MTP)
     assert json.loads((tmp_path / "back/config.json").read_text())["num_nextn_predict_layers"] == 1
     assert json.loads((tmp_path / "back/manifest.json").read_text())["stale_once_trained"] == sorted(MTP)

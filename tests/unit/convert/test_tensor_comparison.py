@@ -42,14 +42,13 @@ def test_what_was_asked_for_is_found(tiny_model, tmp_path, options):
     assert (found.num_quantised > 10) == options.quantise == ("float8 moves" in str(found.check()))
     # Half a step of 32 below the largest code, 448, is the most.
     assert not options.quantise or 0.02 < found.largest_error <= 16 / 448 * 1.001
-    assert not options.quantise or 0.01 < found.mean_error < 1 / 16
 
 
 def test_the_error_of_float8_is_that_of_a_few_lines_of_float64(tiny_model, tmp_path, read_all):
     path = tiny_model(hidden=160)
     convert(path, tmp_path / "fp8", Options(quantise=True))
     got, want = read_all(tmp_path / "fp8", torch.float32), load_file(path / "model.safetensors")
-    largest = moved = size = 0.0
+    largest = 0.0
     for name, weight in want.items():
         if "proj" not in name:
             continue
@@ -58,9 +57,8 @@ def test_the_error_of_float8_is_that_of_a_few_lines_of_float64(tiny_model, tmp_p
             for j in range(0, weight.shape[1], 128):
                 part = slice(i, i + 128), slice(j, j + 128)
                 largest = max(largest, (error[part].max() / weight[part].abs().max()).item())
-        moved, size = moved + error.sum().item(), size + weight.double().abs().sum().item()
     found = verify_conversion(path, tmp_path / "fp8", Options(quantise=True))
-    assert (found.largest_error, found.mean_error) == pytest.approx((largest, moved / size), rel=1e-5)
+    assert found.largest_error == pytest.approx(largest, rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -34,8 +34,10 @@ def test_sizes_add_up() -> None:
 
 
 def test_a_staleness_of_two_makes_two_steps_ahead() -> None:
-    ahead = sizes(settings_with("rollout.max_staleness=2", "data.prompts_per_step=6"))["groups made ahead"]
+    ahead = sizes(settings_with("rollout.max_staleness=2", "objective.proximal=rollout", "data.prompts_per_step=6"))["groups made ahead"]
     assert ahead == "at most 2 steps × 6 groups = 12, while a step trains"
+    partial = settings_with("rollout.order={kind: first_complete, partial: true, oversampling: 1.25}", "data.prompts_per_step=6")
+    assert sizes(partial)["groups made ahead"] == "at most 2 besides 6 groups (rollout.order first_complete)"
 
 
 @pytest.mark.parametrize(("steps", "warmup", "last"), [(100, 0, 10), (109, 0, 10), (9, 0, 1), (100, 95, 5)])
