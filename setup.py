@@ -56,6 +56,8 @@ EXTRAS_REQUIRE = {
         'transformer-engine[core-cu13,pytorch]==2.18.0; python_version >= "3.12"',
     ],
     "test": [
+        # A client of the endpoint for agents.
+        "anthropic>=2.12",
         "pytest>=8.2",
         "pytest-timeout>=2.3",
         "pytest-xdist>=3.6",

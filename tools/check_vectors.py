@@ -40,8 +40,8 @@ from vector_format import (
 
 from megatron_rl.algorithms.advantage import group_advantages
 from megatron_rl.algorithms.entropy import EntropyState
+from megatron_rl.algorithms.head_statistics import token_statistics
 from megatron_rl.algorithms.kl import updated_kl_coef
-from megatron_rl.algorithms.log_prob import token_statistics
 from megatron_rl.algorithms.objective import Objective
 from megatron_rl.algorithms.returns import gae, whiten
 from megatron_rl.algorithms.value_loss import ValueLoss
@@ -199,8 +199,8 @@ def check_entropy_controller(case: EntropyControllerCase, layouts: bool) -> Iter
 def check_kl_controller(case: KLControllerCase, layouts: bool) -> Iterator[Line]:
     """The coefficient after each step."""
     coef, after = case.config.initial, []
-    for kl, num_sequences in case.steps:
-        coef = updated_kl_coef(coef, kl=kl, num_sequences=num_sequences, control=case.control)
+    for kl, num_trajectories in case.steps:
+        coef = updated_kl_coef(coef, kl=kl, num_trajectories=num_trajectories, control=case.control)
         after.append(coef)
     for name in case.expect:
         yield from nested_lines(case, name, after if name == "after" else None)

@@ -159,8 +159,8 @@ def rank_share(
 ) -> tuple[Tensor, list[Metrics]]:
     """What one rank's program does in a step."""
     num_tokens = int(step.loss_mask.sum())
-    num_sequences = sum(count > 0 for count in step.trajectory_tokens().values())
-    statistics, counts = None, {"num_tokens": num_tokens, "num_sequences": num_sequences}
+    num_trajectories = sum(count > 0 for count in step.trajectory_tokens().values())
+    statistics, counts = None, {"num_tokens": num_tokens, "num_trajectories": num_trajectories}
     if isinstance(objective, Objective) and objective.needs_step_statistics:
         of_policy = [inputs for inputs, _ in micro_batches]
         statistics = step_statistics(objective, of_policy, num_tokens=num_tokens, sequence_sum=sequence_sum, gather=gather, seed=seed)

@@ -92,7 +92,9 @@ def _train_case(node: Node, name: str, model: Path, tokens: int) -> str:
     seconds = min(max(metrics["seconds"] for metrics in node.ranks.apply(on_rank.step, batch=batch)) for _ in range(TURNS))
     held, peaks = node.ranks.apply(on_rank.state_bytes), node.ranks.apply(on_rank.peak_of_step, batch=batch)
     peak = max(map(sum, zip(held, peaks, strict=True)))
-    speed = Flops.of(ModelSize.of(read_model_spec(model)), lengths).of_model / seconds / node.num_gpus
+    flops = Flops.of(ModelSize.of(read_model_spec(model)), lengths)
+    # Forward and backward as MFU counts: a backward is two forwards, nothing twice (PaLM, appendix B).
+    speed = 3 * (flops.layers + flops.attention + flops.head) / seconds / node.num_gpus
     possible = next((flops for gpu, flops in GPU_PEAK_FLOPS.items() if gpu in device_name(node)), None)
     mfu = "unknown, no peak FLOP/s for this device" if possible is None else f"{speed / possible:.1%}"
     rate = lengths.sum() / seconds

@@ -242,7 +242,7 @@ async def _calls_of_each_step(address: "EngineAddress", settings: "Settings") ->
     with patch.object(EngineClient, "_call", recorded):
         request_s = request_deadline_s(settings.model, settings.rollout.sampling)
         async with EngineClient(address, request_timeout_s=request_s) as client:
-            pool = EnginePool([client], max_requests=settings.rollout.max_concurrent_requests)
+            pool = EnginePool([client], max_requests=settings.rollout.max_concurrent_requests or 256)
             parts = {"pool": pool, "tokenizer": tokenizer, "score": None, "seed": settings.run.seed}
             maker = GroupMaker(settings.rollout, single_turn, max_tokens=settings.training.max_tokens_per_micro_batch, **parts)
             for _ in range(settings.run.num_steps):

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megatron_rl.algorithms.advantage import group_advantages
 from megatron_rl.algorithms.aggregation import LossInputs
-from megatron_rl.algorithms.log_prob import token_statistics
+from megatron_rl.algorithms.head_statistics import token_statistics
 from megatron_rl.algorithms.loss import compute_loss
 from megatron_rl.algorithms.objective import Objective
 from megatron_rl.algorithms.returns import gae
@@ -161,7 +161,7 @@ def one_step(sequences: int, length: int, log_probs: Tensor, mask: Tensor) -> No
         rollout_log_probs=log_probs,
         advantages=advantages.float()[index],
     )
-    compute_loss(objective, inputs, num_tokens=sequences * length, num_sequences=sequences).loss.backward()
+    compute_loss(objective, inputs, num_tokens=sequences * length, num_trajectories=sequences).loss.backward()
 
 
 def main() -> int:
