@@ -101,9 +101,9 @@ class EngineClient:
             raise
         for meta in (answer["meta_info"] for answer in answers):
             # Numbers for metrics alone: an engine need not give them. Each such pause retracts a request, too.
-            retractions = meta.get("num_retractions", 0) - (self._num_retracting_pauses - pauses_before)
-            self.served.update(answers=1, prompt_tokens=len(prompt), cached_tokens=meta.get("cached_tokens", 0))
-            self.served["retractions"] += max(0, retractions)
+            retractions = max(0, meta.get("num_retractions", 0) - (self._num_retracting_pauses - pauses_before))
+            cached_tokens = meta.get("cached_tokens", 0)
+            self.served.update(answers=1, prompt_tokens=len(prompt), cached_tokens=cached_tokens, retractions=retractions)
         return tuple(read_generation(answer, prompt_length=len(prompt), mixture=self.address.mixture) for answer in answers)
 
     async def _ask(self, asked: Sequence[_Asked]) -> list[Any]:

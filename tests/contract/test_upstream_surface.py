@@ -60,7 +60,9 @@ OWN = {"PackedSequences": {"positions", "make_lengths", "make_plan"}}
 IDS = np.arange(2, 5)
 MADE_CALLS: dict[str, list[dict[str, Any]]] = {
     "generate": [{"token_ids": IDS, "sampling": Sampling(max_tokens=1)}],
+    "load": [{}],
     "abort": [{"request_ids": ["a"]}],
+    "abort_all": [{}],
     "pause": [{"mode": "abort"}],
     "resume": [{}],
     "flush_cache": [{}],

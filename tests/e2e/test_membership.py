@@ -27,13 +27,21 @@ from megatron_rl.errors import EngineError
 from megatron_rl.models.read_spec import read_model_spec
 from megatron_rl.plugins.loader import load
 from megatron_rl.rollout.generator import KeptAnswers, PoolGenerator
+from megatron_rl.rollout.rollout_trial import NumberTokenizer
 from megatron_rl.types import Prompt
 from megatron_rl.weights.sync import TRANSPORTS, MakeTransport, WeightSync
 from megatron_rl.weights.transport import BUCKET_BYTES, SenderPlan, Surroundings, WeightSender, WeightTransport, exported_specs
 from tests.contract.two_turns import TOOL_IDS
 
 PROBE = np.array([9, 9, 9, 2])
-GROUP = {"seed": "0 p", "max_tokens": 4096, "max_answer": 4096, "urgency": Urgency.TRAINING, "kept": KeptAnswers(None, "p")}
+GROUP = {
+    "seed": "0 p",
+    "max_tokens": 4096,
+    "max_answer": 4096,
+    "urgency": Urgency.TRAINING,
+    "kept": KeptAnswers(None, "p"),
+    "decode": NumberTokenizer().decode,
+}
 
 
 def make_model(seed: int) -> Qwen3ForCausalLM:

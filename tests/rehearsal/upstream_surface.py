@@ -80,7 +80,8 @@ def surface(distribution: str, root: Path) -> Surface:
         found[target] = [] if node is None else [*_inherited(node, tree), *_names(node)]
     if distribution == "sglang":
         found[ARGUMENTS] = sorted(set(_server_arguments(root / "sglang" / "srt")))
-        found[ROUTES] = sorted(_routes(root / "sglang" / "srt" / "entrypoints" / "http_server.py"))
+        servers = (root / "sglang" / "srt" / "entrypoints" / name for name in ("http_server.py", "v1_loads.py"))
+        found[ROUTES] = sorted(route for server in servers for route in _routes(server))
         read = set().union(*(_variables(path) for path in (root / "sglang" / "srt").rglob("*.py")))
         found[VARIABLES] = sorted(read & own_variables())
     return found

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -102,6 +103,7 @@ class Client:
 
     def __init__(self, address: EngineAddress, **_: object) -> None:
         self.address = address
+        self.served: Counter[str] = Counter()
         Client.weights = "made up"
 
     async def __aenter__(self) -> "Client":
@@ -113,6 +115,9 @@ class Client:
     async def generate(self, token_ids: Ints, *, sampling: Sampling, num_samples: int = 1) -> tuple[Generation, ...]:
         made = np.array([Client.version])
         return tuple(Generation(np.array([2 + k]), np.full(1, -1.0, np.float32), made, StopReason.STOP) for k in range(num_samples))
+
+    async def load(self) -> None:
+        """Nothing is known; a test on a busy machine is long enough to be asked."""
 
     async def checksums(self) -> dict[str, str]:
         return {"head": Client.weights}
