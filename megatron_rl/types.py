@@ -8,6 +8,7 @@ import dataclasses
 import enum
 import math
 import operator
+from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -100,8 +101,9 @@ class Sample:
 
     Samples of a group with the same `trajectory` are parts of one: turns of several agents, or
     parts before and after a cut of the history. All carry its reward; the highest `index` is the
-    last. A sample with None is a trajectory by itself. `prompt` is the engine's input: the group's
-    prompt, or one with other tokens and text.
+    last. A sample with None is a trajectory by itself. Trajectories of a group are compared within
+    their `role`, such as proposer or verifier; None: one role. `prompt` is the engine's input: the
+    group's prompt, or one with other tokens and text.
 
     Arrays have length R: `loss_mask`, True where the policy chose the token and trains on it;
     `rollout_log_probs`, nats, of the sampling distribution; `weight_versions` of the weights behind
@@ -124,6 +126,7 @@ class Sample:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     routed_experts: Experts | None = None
     trajectory: int | None = None
+    role: str | None = None
 
     def __post_init__(self) -> None:
         if self.trajectory is not None:
@@ -211,6 +214,11 @@ class Group:
         strays = [sample.group_id for sample in self.samples if sample.group_id != self.id]
         if strays:
             raise ValueError(f"Group {self.id} holds samples of group {strays[0]}")
+
+    @property
+    def num_made(self) -> int:
+        """Return the number of trajectories, of each role where there are roles."""
+        return max(Counter(sample.role for sample in last_samples(self.samples)).values(), default=0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -19,9 +19,9 @@ GREEDY_BASELINE = "greedy_baseline"
 def make_train_batch(groups: Sequence[Group], *, version: int = 0) -> TrainBatch:
     """Return all scored samples as one batch for weights of `version`, in order.
 
-    `group_ids` [B] are positions in `groups`. Samples of a trajectory are adjacent. A trajectory is
-    truncated where one sample is. Components of rewards are in the order of their names, with NaN
-    where a sample lacks a component.
+    `group_ids` [B] are equal for trajectories of a group with one role. Samples of a trajectory are
+    adjacent. A trajectory is truncated where one sample is. Components of rewards are in the order
+    of their names, with NaN where a sample lacks a component.
 
     Samples with an error or a timeout of the reward are left out: they have no score, not a score
     of zero. Raises ValueError for a sample never given to a reward function or without the
@@ -47,7 +47,7 @@ def make_train_batch(groups: Sequence[Group], *, version: int = 0) -> TrainBatch
         rollout_log_probs=_with_prompts([sample.rollout_log_probs for sample in samples], prompt_lengths, fill=0.0),
         weight_versions=_with_prompts([sample.weight_versions for sample in samples], prompt_lengths, fill=-1),
         rewards=np.array([sample.reward.value for sample in samples if sample.reward]),
-        group_ids=np.array([position for _, position, _ in kept]),
+        group_ids=_numbered((position, sample.role) for _, position, sample in kept),
         trajectory_ids=np.array([number for number, *_ in kept]),
         truncated=np.array([any(part.truncated for part in whole[number][1]) for number, *_ in kept]),
         component_names=names,

@@ -13,7 +13,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.types import Experts, Prompt, Reward, RewardOutcome, Sample, StopReason
 
 APPLICATION_ID = 0x4D52_4C42
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 
 SCHEMA = f"""
 PRAGMA application_id = {APPLICATION_ID};
@@ -63,6 +63,7 @@ CREATE TABLE samples (  -- one row per finished response
     trajectory INTEGER,  -- samples of a group with one number are one attempt; NULL: alone
     own_prompt_text TEXT,  -- prompt of this response where not the group's
     own_prompt_ids BLOB,
+    role TEXT,  -- trajectories of a group are compared within it
     PRIMARY KEY (group_id, sample_index)
 );
 CREATE TABLE failures (  -- one row per trajectory that the rollout failed to make
@@ -92,9 +93,9 @@ GROUP_COLUMNS = "id, prompt_text, label, prompt_ids, metadata, messages"
 SAMPLE_COLUMNS = (
     "group_id, sample_index, outcome, reward, reward_message, reward_components, stop_reason, response_text, num_tokens, "
     "num_trainable_tokens, min_version, max_version, response_ids, loss_mask, rollout_log_probs, weight_versions, metadata, routed_format, "
-    "routed_experts, trajectory, own_prompt_text, own_prompt_ids"
+    "routed_experts, trajectory, own_prompt_text, own_prompt_ids, role"
 )
-INSERT_SAMPLE = f"INSERT OR REPLACE INTO samples ({SAMPLE_COLUMNS}) VALUES ({', '.join('?' * 22)})"
+INSERT_SAMPLE = f"INSERT OR REPLACE INTO samples ({SAMPLE_COLUMNS}) VALUES ({', '.join('?' * 23)})"
 
 
 def prompt_row(prompt: Prompt) -> tuple[Any, ...]:
@@ -136,13 +137,14 @@ def sample_row(sample: Sample, *, prompt: Prompt) -> tuple[Any, ...]:
         *_experts_columns(sample.routed_experts),
         sample.trajectory,
         *_own_prompt_columns(sample.prompt, prompt, owner),
+        sample.role,
     )
 
 
 def read_sample(row: Sequence[Any], *, prompt: Prompt) -> Sample:
     """Return the sample of a row of SAMPLE_COLUMNS in the group of `prompt`, equal to the bit."""
     group_id, index, outcome, value, message, components, stop_reason, text, *_, ids, mask, log_probs, versions, metadata = row[:17]
-    *routed, trajectory, own_text, own_ids = row[17:]
+    *routed, trajectory, own_text, own_ids, role = row[17:]
     if own_ids is not None:
         prompt = dataclasses.replace(prompt, text=own_text, token_ids=np.frombuffer(own_ids, "<i4"))
     reward = None
@@ -162,6 +164,7 @@ def read_sample(row: Sequence[Any], *, prompt: Prompt) -> Sample:
         metadata=json.loads(metadata),
         routed_experts=_read_experts(*routed),
         trajectory=trajectory,
+        role=role,
     )
 
 

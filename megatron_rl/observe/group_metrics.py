@@ -30,7 +30,7 @@ def rollout_metrics(groups: Sequence[Group], *, version: int) -> dict[str, Metri
         "rollout/zero_variance_fraction": Mean(sum(has_one_reward(group) for group in groups), len(groups)),
     }
     # All failed and all solved need opposite cures.
-    counts = Counter(f"{value:.1f}" for group in groups if has_one_reward(group) for value in _rewards(group))
+    counts = Counter(f"{value:.1f}" for group in groups if has_one_reward(group) for _, value in _rewards(group))
     metrics |= {f"rollout/zero_variance_fraction/{name}": Mean(count, len(groups)) for name, count in sorted(counts.items())}
     if len(ages):
         metrics |= {"rollout/staleness": Mean(float(ages.sum()), len(ages)), "rollout/staleness_max": Max(float(ages.max()))}
@@ -99,13 +99,15 @@ def _shares_by_age(ages: Ints) -> dict[str, Metric]:
 
 
 def has_one_reward(group: Group) -> bool:
-    """Return True when all scored samples have equal rewards, never by a standard deviation: no signal."""
-    return len(_rewards(group)) <= 1
+    """Return True when all scored samples of a role have equal rewards, never by a standard deviation: no signal."""
+    found = _rewards(group)
+    return len(found) == len({role for role, _ in found})
 
 
-def _rewards(group: Group) -> set[float]:
-    """Return the distinct rewards of the group's scored samples."""
-    return {sample.reward.value for sample in group.samples if sample.reward is not None and sample.reward.value is not None}
+def _rewards(group: Group) -> set[tuple[str | None, float]]:
+    """Return the distinct rewards of the group's scored samples, each with its role."""
+    rewarded = ((sample.role, sample.reward) for sample in group.samples if sample.reward is not None)
+    return {(role, reward.value) for role, reward in rewarded if reward.value is not None}
 
 
 def _reward_metrics(samples: Sequence[Sample]) -> dict[str, Metric]:
@@ -117,6 +119,10 @@ def _reward_metrics(samples: Sequence[Sample]) -> dict[str, Metric]:
         "rollout/reward_errors": Sum(sum(reward.outcome is RewardOutcome.ERROR for reward in rewards)),
         "rollout/reward_timeouts": Sum(sum(reward.outcome is RewardOutcome.TIMEOUT for reward in rewards)),
     }
+    by_role = {sample.role: [each.reward for each in samples if each.role == sample.role] for sample in samples if sample.role is not None}
+    for role, given in sorted(by_role.items()):
+        values = [reward.value for reward in given if reward is not None and reward.value is not None]
+        metrics[f"rollout/role_reward/{role}"] = Mean(sum(values), len(values))
     for name in sorted({name for reward in scored for name in reward.components}):
         values = [reward.components[name] for reward in scored if name in reward.components]
         metrics[f"rollout/reward_component/{name}"] = Mean(sum(values), len(values))

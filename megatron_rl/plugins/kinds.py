@@ -83,7 +83,8 @@ class Rollout(Protocol):
         history than the tokens before say is a sample with a prompt of its own,
         `dataclasses.replace(prompt, token_ids=.., text=..)`.
 
-        A reward in `Sample.reward` is added to the reward function's.
+        A reward in `Sample.reward` is added to the reward function's. With roles there are
+        `num_samples` trajectories for each `Sample.role`, compared with those of the same role.
 
         A failed call is repeated for each trajectory alone, with `num_samples` 1. A trajectory with
         repeated failures is left out and counted by cause.

@@ -47,7 +47,7 @@ class GroupChoice:
 
     def choose(self, group: Group) -> Chosen:
         """Return the group with the decision. Raises UserError for a failing filter."""
-        num_left, num_failed = len(trajectories(group.samples)), len(group.failures)
+        num_left, num_failed = group.num_made, len(group.failures)
         if num_failed and num_left < self._fewest:
             of_all = f"{num_failed} of {num_left + num_failed} trajectories"
             return Chosen(group, f"the rollout failed for {of_all}: {group.failures[0].headline}", failed=True)
@@ -119,8 +119,9 @@ def has_signal(group: Group, advantage: Advantage) -> bool:
     if advantage.needs_greedy:
         baselines = torch.tensor([reward.components[GREEDY_BASELINE] for _, reward in scored], dtype=torch.float64)
     lengths = torch.tensor([sum(int(sample.loss_mask.sum()) for sample in parts) for parts, _ in scored])
-    one_group = torch.zeros(len(scored), dtype=torch.int64)
-    samples = Samples(rewards=torch.from_numpy(rewards), group_ids=one_group, lengths=lengths, baselines=baselines)
+    roles = [parts[-1].role for parts, _ in scored]
+    group_ids = torch.tensor([roles.index(role) for role in roles])
+    samples = Samples(rewards=torch.from_numpy(rewards), group_ids=group_ids, lengths=lengths, baselines=baselines)
     return not bool(advantage.without_signal(samples).all())
 
 

@@ -1,9 +1,10 @@
 """Make a group from one prompt: call the rollout, check its samples, score them."""
 
 import asyncio
+import itertools
 import os
 import traceback
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ from megatron_rl.plugins.kinds import Generator, Rollout
 from megatron_rl.plugins.loader import load
 from megatron_rl.rollout.generator import KeptAnswers, PoolGenerator, together
 from megatron_rl.rollout.sample_checks import check_samples, without_outdated_experts
-from megatron_rl.types import Failure, Group, Prompt, Reward, Sample, last_samples, trajectories
+from megatron_rl.types import Failure, Group, Prompt, Reward, RewardOutcome, Sample, last_samples, trajectories
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -126,12 +127,11 @@ class GroupMaker:
         if greedy.failures:
             return replace(greedy, failures=greedy.failures * num_samples)
         group = await self.make(prompt, num_samples=num_samples, buffer=buffer)
-        baseline = last_samples(greedy.samples)[0].reward
-        return group if baseline is None else with_baseline(group, baseline)
+        return with_baseline(group, {sample.role: sample.reward for sample in last_samples(greedy.samples)})
 
     def _kept(self, group: Group | None, num_samples: int) -> Group | None:
         """Return the group kept by an interrupted run, if the present settings ask for it."""
-        if group is None or len(trajectories(group.samples)) + len(group.failures) != num_samples:
+        if group is None or group.num_made + len(group.failures) != num_samples:
             return None
         lacks_experts = self._pool.address.mixture is not None and any(sample.routed_experts is None for sample in group.samples)
         return None if lacks_experts else group
@@ -247,20 +247,23 @@ async def without_exit(call: Awaitable[Sequence[Sample]]) -> Sequence[Sample]:
 
 def _numbered(parts: Iterable[Samples]) -> Samples:
     """Number trajectories made one by one, and their samples."""
-    samples = [(number, len(part) > 1, sample) for number, part in enumerate(parts) for sample in sorted(part, key=lambda each: each.index)]
+    made = itertools.chain(*map(trajectories, parts))
+    samples = [(number, len(part) > 1, sample) for number, part in enumerate(made) for sample in part]
     return tuple(
         replace(sample, index=index, trajectory=number if several else None) for index, (number, several, sample) in enumerate(samples)
     )
 
 
-def with_baseline(group: Group, baseline: Reward) -> Group:
-    """Return the group with the greedy response's reward as a component of every scored sample.
+def with_baseline(group: Group, baselines: Mapping[str | None, Reward | None]) -> Group:
+    """Return the group with the greedy response's reward as a component of every scored sample of its role.
 
-    The outcome of a greedy response without a score becomes every sample's.
+    The outcome of a greedy response without a score becomes that of every such sample.
     """
 
     def compared(sample: Sample) -> Sample:
-        if sample.reward is None or sample.reward.value is None:
+        no_role = Reward(RewardOutcome.ERROR, message=f"the rollout made no greedy trajectory of role {sample.role!r}")
+        baseline = baselines.get(sample.role, no_role)
+        if baseline is None or sample.reward is None or sample.reward.value is None:
             return sample
         if baseline.value is None:
             message = f"the greedy response that is the baseline was not scored: {baseline.message}"

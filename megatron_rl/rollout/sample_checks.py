@@ -1,5 +1,6 @@
 """Check the samples of one prompt's rollout. An error names the field, what it got and needs."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -16,19 +17,27 @@ def check_samples(
 ) -> tuple[Sample, ...]:
     """Return the samples of a rollout. Raises UserError for the first breach of the contract.
 
-    Needed are `num_samples` trajectories; `max_tokens` bounds prompt and response of each sample.
+    Needed are `num_samples` trajectories, of each role where there are roles; `max_tokens` bounds
+    prompt and response of each sample.
     """
     if not isinstance(samples, Sequence):
         raise UserError(f"it returned {samples!r:.60} of type {type(samples).__name__}, needs a list of Sample")
     strays = [item for item in samples if not isinstance(item, Sample)]
     if strays:
         raise UserError(f"it returned a list with {strays[0]!r:.60} of type {type(strays[0]).__name__}, needs Sample")
-    num_trajectories = len(trajectories(samples))
-    if num_trajectories != num_samples:
+    parts = trajectories(samples)
+    counts = Counter(part[-1].role for part in parts) or {None: 0}
+    if set(counts.values()) != {num_samples}:
+        of_roles = "" if set(counts) == {None} else f" ({', '.join(f'{count} of role {role!r}' for role, count in counts.items())})"
         raise UserError(
-            f"it returned {len(samples)} samples of {num_trajectories} trajectories, needs {num_samples} trajectories; samples that belong "
-            "together have the same number in Sample.trajectory"
+            f"it returned {len(samples)} samples of {len(parts)} trajectories{of_roles}, needs {num_samples} trajectories"
+            f"{' of each role' if of_roles else ''}; samples that belong together have the same number in Sample.trajectory"
         )
+    for part in parts:
+        if len(roles := {sample.role for sample in part}) > 1:
+            raise UserError(
+                f"it returned trajectory {part[0].trajectory} with samples of the roles {sorted(map(str, roles))}, needs one role"
+            )
     indices = [sample.index for sample in samples]
     if sorted(indices) != list(range(len(samples))):
         raise UserError(f"it returned samples with the index {indices}, needs each of 0 to {len(samples) - 1} once")

@@ -49,7 +49,7 @@ def test_flat_arrays_hold_every_scored_sample() -> None:
     np.testing.assert_array_equal(batch.rollout_log_probs, [0, 0, 0, -5, 0, 0, 0, -5.5, -6, -6.5, 0, 0, -15, -15.5])
     np.testing.assert_array_equal(batch.weight_versions, [-1, -1, -1, 6, -1, -1, -1, 7, 7, 7, -1, -1, 6, 6])
     np.testing.assert_array_equal(batch.rewards, [1.0, 0.25, -2.0])
-    np.testing.assert_array_equal(batch.group_ids, [0, 0, 2])
+    np.testing.assert_array_equal(batch.group_ids, [0, 0, 1])
     np.testing.assert_array_equal(batch.truncated, [False, True, False])
 
 
@@ -110,3 +110,14 @@ def test_samples_of_a_trajectory_with_other_rewards_are_refused() -> None:
         samples = tuple(replace(group.samples[index], trajectory=0) for index in others)
         with pytest.raises(ValueError, match=r"of group 'a' are of one trajectory and have the rewards \[1.0, (0.5|None)\], needs one"):
             make_train_batch([replace(group, samples=samples)])
+
+
+def test_trajectories_are_compared_within_their_role() -> None:
+    group = group_of("a", [1], [[2], [3], [4, 5], [6], [7]], [scored(1.0), scored(0.5), scored(0.5), scored(0.0), FAILED])
+    roles, numbers = ("proposer", "verifier", "verifier", "proposer", "proposer"), (0, 1, 1, 2, 3)
+    parts = zip(group.samples, roles, numbers, strict=True)
+    group = replace(group, samples=tuple(replace(sample, role=role, trajectory=number) for sample, role, number in parts))
+    batch = make_train_batch([group_of("b", [9], [[8]], [scored(2.0)]), group])
+    assert batch.group_ids.tolist() == [0, 1, 2, 2, 1]
+    assert batch.trajectory_ids.tolist() == [0, 1, 2, 2, 3]
+    assert group.num_made == 3 and replace(group, samples=()).num_made == 0

@@ -24,6 +24,9 @@ def sample(reward: Reward, *, length: int = 2, stop: StopReason = StopReason.STO
     )
 
 
+FAILED = Reward(RewardOutcome.ERROR, message="boom")
+
+
 def scored(value: float, **components: float) -> Reward:
     return Reward(RewardOutcome.SCORED, value, components=components)
 
@@ -167,3 +170,15 @@ def test_turns_and_tools_count_trajectories() -> None:
     assert values["rollout/structure_difference_fraction"] == 0.5
     assert values["rollout/environment_token_fraction"] == pytest.approx(2 / 10)
     assert "rollout/turns" not in rollout_metrics([Group("p", PROMPT, (replace(other, metadata={}),))], version=3)
+
+
+def test_roles_have_rewards_and_signals_of_their_own() -> None:
+    pairs = (("proposer", 1.0), ("verifier", 0.0), ("proposer", 1.0), ("verifier", 0.0))
+    samples = tuple(replace(sample(scored(value)), index=index, role=role) for index, (role, value) in enumerate(pairs))
+    equal = Group("p", PROMPT, samples)
+    other = Group("p", PROMPT, (*samples[:3], replace(samples[3], reward=scored(1.0)), replace(samples[2], reward=FAILED)))
+    metrics = rollout_metrics([equal, other], version=4)
+    check_metrics(metrics)
+    values = metric_values(metrics)
+    assert values["rollout/role_reward/proposer"] == 1.0 and values["rollout/role_reward/verifier"] == 0.25
+    assert values["rollout/zero_variance_fraction"] == 0.5 and values["rollout/reward"] == 0.625

@@ -170,3 +170,18 @@ def test_a_reason_names_the_filter() -> None:
 def test_a_filter_that_breaks_its_contract_is_one_sentence(name: str, message: str) -> None:
     with pytest.raises(UserError, match=rf"^rollout.filter.function filters_by_path:{name} {message}"):
         load_filter(FilterSettings(function=f"filters_by_path:{name}"))(group_with("1"))
+
+
+@pytest.mark.parametrize(("rewards", "expected"), [((1, 0, 1, 0), False), ((1, 0, 1, 1), True)])
+def test_a_signal_is_a_difference_within_a_role(rewards: tuple[float, ...], expected: bool) -> None:
+    group = group_of(*map(scored, rewards))
+    samples = tuple(replace(sample, role=("proposer", "verifier")[sample.index % 2]) for sample in group.samples)
+    assert has_signal(replace(group, samples=samples), Objective().advantage) is expected
+
+
+def test_failures_have_to_leave_enough_of_each_role() -> None:
+    group = group_of(scored(1), scored(0))
+    samples = tuple(replace(sample, role=("proposer", "verifier")[sample.index]) for sample in group.samples)
+    choice = GroupChoice(Objective(), None, samples_per_prompt=2)
+    chosen = choice.choose(replace(group, samples=samples, failures=(Failure("error", "boom"),)))
+    assert chosen.failed and chosen.rejection is not None and "1 of 2 trajectories" in chosen.rejection

@@ -89,6 +89,20 @@ def test_trajectories_of_several_samples_are_numbered_alone() -> None:
     assert found == [(0, 0, "0"), (1, 0, "1"), (2, 1, "0"), (3, 1, "1"), (4, 2, "0"), (5, 2, "1")]
 
 
+def test_each_attempt_alone_makes_a_trajectory_of_each_role() -> None:
+    async def rollout(*, num_samples: int, **arguments: Any) -> list[Sample]:
+        if num_samples > 1:
+            raise ValueError("all together")
+        made = await single_turn(num_samples=3, **arguments)
+        parts = zip(made, ("proposer", "verifier", "verifier"), (5, 7, 7), strict=True)
+        return [replace(sample, role=role, trajectory=number) for sample, role, number in parts]
+
+    group, _ = asyncio.run(make_with(rollout, num_samples=2))
+    found = [(sample.index, sample.role, sample.trajectory) for sample in group.samples]
+    roles, verifier = ("proposer", "verifier", "verifier"), {1: 1, 2: 1, 4: 3, 5: 3}
+    assert found == [(index, roles[index % 3], verifier.get(index)) for index in range(6)] and group.num_made == 2
+
+
 @pytest.mark.parametrize(
     ("error", "headline"),
     [

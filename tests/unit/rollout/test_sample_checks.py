@@ -67,3 +67,14 @@ def test_the_number_of_trajectories_is_what_was_asked_for() -> None:
             check_samples(samples, prompt=PROMPT, num_samples=wrong, vocab_size=50, max_tokens=99)
     with pytest.raises(UserError, match=r"the index \[0, 1, 2, 4\], needs each of 0 to 3 once"):
         check_samples([*samples[:3], replace(samples[3], index=4)], prompt=PROMPT, num_samples=2, vocab_size=50, max_tokens=99)
+
+
+def test_each_role_has_as_many_trajectories_as_were_asked_for() -> None:
+    made = [replace(sample, role=("proposer", "verifier")[int(sample.trajectory or 0) % 2]) for sample in two_turns_each(4)]
+    assert len(check_samples(made, prompt=PROMPT, num_samples=2, vocab_size=50, max_tokens=99)) == 8
+    with pytest.raises(
+        UserError, match=r"4 trajectories \(2 of role 'proposer', 2 of role 'verifier'\), needs 4 trajectories of each role"
+    ):
+        check_samples(made, prompt=PROMPT, num_samples=4, vocab_size=50, max_tokens=99)
+    with pytest.raises(UserError, match=r"trajectory 0 with samples of the roles \['None', 'proposer'\], needs one role"):
+        check_samples([replace(made[0], role=None), *made[1:]], prompt=PROMPT, num_samples=2, vocab_size=50, max_tokens=99)
