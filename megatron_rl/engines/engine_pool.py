@@ -5,7 +5,7 @@ import contextlib
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -56,14 +56,15 @@ class EnginePool:
     A request takes the slots of all its samples together, from the least busy usable engine; an
     idle engine also gives more than `max_requests`. A usable engine is a member that serves the
     current weights (an initial or admitted one) and has not failed since the last `readmit`. A
-    request waits while no engine was ever admitted, and raises the reason once the last usable
-    engine has failed or left. While the pool `is_interrupted`, only evaluation gets slots. Lives on
-    one event loop.
+    request waits while an engine is expected, and raises the reason once the last usable engine has
+    failed or left. Expected are members that were not admitted yet, dead engines that are
+    `returning`, and in a pool that `returns` dead engines each one that failed, for DEATH_S seconds.
+    While the pool `is_interrupted`, only evaluation gets slots. Lives on one event loop.
     """
 
-    def __init__(self, clients: Sequence[EngineClient] = (), *, max_requests: int) -> None:
+    def __init__(self, clients: Sequence[EngineClient] = (), *, max_requests: int, returns: bool = False) -> None:
         self.membership = Membership(epoch=0, members=tuple(clients))
-        self._max_requests = max_requests
+        self._max_requests, self._returns = max_requests, returns
         self._limits: dict[EngineClient, int] = {}
         self._admitted = set(clients)
         self._retired: set[EngineClient] = set()
@@ -74,6 +75,7 @@ class EnginePool:
         self._arrivals = itertools.count()
         self._failure: Exception | None = None
         self.is_interrupted = False
+        self._num_returning = 0
         self._address = clients[0].address if clients else None
 
     # Membership
@@ -147,6 +149,10 @@ class EnginePool:
             return
         self._retired.add(client)
         self._failure = error
+        if self._returns:
+            # A death is known later than its consequences.
+            self._num_returning += 1
+            asyncio.get_running_loop().call_later(DEATH_S, self._end_return)
         self._update()
 
     def readmit(self) -> None:
@@ -171,6 +177,29 @@ class EnginePool:
             with contextlib.suppress(EngineError, DeadlineError):
                 await asyncio.gather(*(client.abort_all() for client, count in self._running.items() if count))
             await asyncio.sleep(ABORT_INTERVAL_S)
+
+    @property
+    def has_newcomers(self) -> bool:
+        """Return True when a member waits for its first weights. Safe in any thread."""
+        return any(client not in self._admitted for client in self.membership.members)
+
+    @property
+    def is_empty_for_now(self) -> bool:
+        """Return True when there is no member, but one is being started again."""
+        return not self.membership.members and self._num_returning > 0
+
+    @contextlib.contextmanager
+    def returning(self) -> Iterator[None]:
+        """Let requests wait for the engine that the body starts and joins."""
+        self._num_returning += 1
+        try:
+            yield
+        finally:
+            self._end_return()
+
+    def _end_return(self) -> None:
+        self._num_returning -= 1
+        self._update()
 
     # Slots
 
@@ -249,7 +278,7 @@ class EnginePool:
     def _fill(self) -> None:
         """Give free slots to waiting requests, in order."""
         candidates, patient = list(self._usable), []
-        failure = self._failure if not self._usable else None
+        failure = None if self._usable or self._num_returning or self.has_newcomers else self._failure
         while self._waiting and (candidates or failure is not None):
             waiter = heapq.heappop(self._waiting)
             if waiter.slot.done():

@@ -192,6 +192,7 @@ _TABLE: tuple[tuple[str, type[Metric], str, str, str], ...] = (
     ("rollout/stale_context_fraction", Mean, "fraction", "Tokens too old to be trained on", "< 0.1; above: raise max_staleness"),
     ("rollout/filtered_groups", Sum, "groups", "Groups that rollout.filter left out", "few; else most generation is for nothing"),
     ("rollout/overlap_fraction", Mean, "fraction", "Training time in which engines generated, too", "0 when synchronous, else near 1"),
+    ("engine/restarts", Sum, "engines", "Dead engines that were started again", "0; a note and the engine's log say why"),
     ("engine/kv_use", Mean, "fraction", "Share of the engines' key-value pools held by running requests", "0.5-0.8 with long responses"),
     ("engine/kv_use_max", Max, "fraction", "The same, of the fullest moment of any engine", "< 0.9; above: lower max_concurrent_requests"),
     ("engine/kv_use_of_idlest", Min, "fraction", "The same, mean of the idlest engine", "near that of the busiest"),

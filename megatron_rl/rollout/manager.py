@@ -9,7 +9,7 @@ All coroutines run on one event loop.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -70,7 +70,10 @@ class RolloutManager:
     ) -> None:
         self.prompts, self._settings, self._buffer, self._connections = prompts, settings, buffer, connections
         max_tokens = settings.training.max_tokens_per_micro_batch * settings.training.topology.cp
-        self.pool, self._watch = watched_pool(settings.rollout, longest_turn=settings.longest_sequence, max_tokens=max_tokens)
+        returns = settings.rollout.engine_restarts > 0 and not settings.runtime.colocate
+        self.pool, self._watch = watched_pool(
+            settings.rollout, longest_turn=settings.longest_sequence, max_tokens=max_tokens, returns=returns
+        )
         self._maker = GroupMaker(
             settings.rollout,
             rollout,
@@ -98,6 +101,8 @@ class RolloutManager:
         self._choice = GroupChoice(settings.objective, settings.rollout.filter, samples_per_prompt=settings.data.samples_per_prompt)
         self._identical = IdenticalGroups()
         self.production = self._producing()
+        self._returning: set[asyncio.Task[None]] = set()
+        self._num_returned = 0  # since the last step
         self._measured = (0.0, 0, 0)  # busy seconds, tokens and retries at the end of the last step
 
     def _producing(self) -> Production:
@@ -147,6 +152,7 @@ class RolloutManager:
             manager = cls(settings, prompts=prompts, rollout=rollout, rewards=rewards, buffer=opened, connections=connections, say=say)
             # Aborted groups stay in flight in the buffer, and the next owner makes them again.
             stack.push_async_callback(cancel, manager.production.tasks)
+            stack.push_async_callback(cancel, manager._returning)
             await stack.enter_async_context(manager._watch)
             yield manager
 
@@ -172,13 +178,25 @@ class RolloutManager:
             if serve_current:
                 self.pool.admit([client])
 
-    async def leave(self, address: EngineAddress, error: Exception) -> bool:
-        """Go on without the engine at `address`, dead of `error`. The last stays: return False."""
+    async def leave(self, address: EngineAddress, error: Exception, *, returning: Awaitable[None] | None = None) -> bool:
+        """Go on without the engine at `address`, dead of `error`; False for the last, unless it is `returning`."""
         client = next(client for client in self.clients if client.address == address)
-        if len(self.clients) == 1:
+        if len(self.clients) == 1 and returning is None:
             return False
+        if returning is not None:
+            task = asyncio.create_task(self._return(returning))
+            self._returning.add(task)
+            task.add_done_callback(self._returning.discard)
+            # The task has begun to count before the pool looks for an engine.
+            await asyncio.sleep(0)
         self.pool.leave(client, error)
         return True
+
+    async def _return(self, returning: Awaitable[None]) -> None:
+        """Let requests wait while an engine is started again; what could not be started stays away."""
+        with self.pool.returning():
+            await returning
+        self._num_returned += 1
 
     async def release_memory(self, parts: Collection[EnginePart]) -> None:
         """Let every idle engine free these parts of memory, losing the content."""
@@ -276,7 +294,9 @@ class RolloutManager:
             **rollout_metrics(seen, version=version),
             **failure_metrics([*seen, *failed], num_left_out=len(failed), num_retries=num_retries - retries_before),
             "rollout/tokens_per_second": Mean(num_tokens - tokens_before, busy_s - busy_before_s),
+            "engine/restarts": Sum(self._num_returned),
         }
+        self._num_returned = 0
         if self._settings.rollout.order.partial:
             metrics |= tail_metrics(seen, oldest_version=version - self._settings.rollout.max_staleness)
         if self._settings.rollout.filter is not None:

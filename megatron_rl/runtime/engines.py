@@ -4,6 +4,7 @@ This module imports neither torch nor Megatron. The actor needs neither, and the
 times the time and ten times the memory of the actor's other work.
 """
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from megatron_rl.runtime.engine_model import EngineModel
 
 HEALTH_INTERVAL_S = 0.5
+HOUR_S, MAX_BACKOFF_S = 3600.0, 60.0
 
 
 @ray.remote(concurrency_groups={"watch": 1})
@@ -73,7 +75,7 @@ class EngineGroup:
     ) -> None:
         self._settings = settings
         self._watchdog = watchdog
-        self._workers = []
+        self._make_workers: list[Callable[[], Any]] = []
         device_kind, placement = reservation.device_kind, reservation.placement
         mixture = _recorded_mixture(settings.model, settings.training)
         for number in range(settings.rollout.num_engines):
@@ -85,10 +87,11 @@ class EngineGroup:
             )
             beside = placement.ranks_beside(number) if placement.needs.colocated else ()
             shared_gpus = tuple(gpu for rank in beside for gpu in gpus_of_ranks[rank])
-            worker = EngineWorker.options(**reservation.engine_options(number)).remote(  # type: ignore[attr-defined]
-                make_engine, directory=Path.cwd(), shared_gpus=shared_gpus
-            )
-            self._workers.append(worker)
+            options = EngineWorker.options(**reservation.engine_options(number))  # type: ignore[attr-defined]
+            self._make_workers.append(partial(options.remote, make_engine, directory=Path.cwd(), shared_gpus=shared_gpus))
+        self._workers = [make() for make in self._make_workers]
+        self._restarts: list[list[float]] = [[] for _ in self._workers]  # seconds of the clock
+        self._stopped = False
 
     def begin_start(self) -> list[ray.ObjectRef]:
         """Ask every engine to start; wait for the result with `finish_start`."""
@@ -100,13 +103,33 @@ class EngineGroup:
         addresses: list[EngineAddress] = self._watchdog.wait(refs, name="starting the engines", owner="engine", timeout_s=timeout_s)
         return addresses
 
-    def watch(self, addresses: Sequence[EngineAddress], *, goes_on: Callable[[EngineAddress, Exception], bool]) -> None:
-        """Watch every engine from now on; `goes_on` decides if the run continues after an engine's death."""
-        for number, (worker, address) in enumerate(zip(self._workers, addresses, strict=True)):
-            self._watchdog.watch(f"engine {number}", worker.watch.remote().future(), goes_on=partial(goes_on, address))
+    def watch(self, number: int, *, goes_on: Callable[[Exception], bool]) -> None:
+        """Watch an engine from now on; `goes_on` decides if the run continues after its death."""
+        self._watchdog.watch(f"engine {number}", self._workers[number].watch.remote().future(), goes_on=goes_on)
+
+    def may_restart(self, number: int) -> bool:
+        """Return True where rollout.engine_restarts allows another start of a dead engine."""
+        hour = [begun_s for begun_s in self._restarts[number] if time.monotonic() - begun_s < HOUR_S]
+        self._restarts[number] = hour
+        return len(hour) < self._settings.rollout.engine_restarts and not self._settings.runtime.colocate and not self._stopped
+
+    async def restart(self, number: int) -> EngineAddress:
+        """Start a dead engine in a process of its own, later the more often that was within an hour.
+
+        Raises EngineError, DeadlineError and Ray's errors for an engine that does not start.
+        """
+        num_before, timeout_s = len(self._restarts[number]), start_deadline_s(self._settings.model)
+        self._restarts[number].append(time.monotonic())
+        await asyncio.sleep(min(MAX_BACKOFF_S, 2.0**num_before - 1))
+        # What is left of the actor holds the place in Ray's reservation.
+        await asyncio.to_thread(ray.kill, self._workers[number])
+        worker = self._workers[number] = self._make_workers[number]()
+        starting: asyncio.Future[EngineAddress] = asyncio.wrap_future(worker.start.remote(timeout_s).future())
+        return await asyncio.wait_for(starting, timeout_s + ENGINES_STOP_S)
 
     def stop(self) -> None:
         """Stop and reap the servers. The server of a dead or slow actor ends when Ray ends."""
+        self._stopped = True
         self._watchdog.forget()
         stopping = [worker.stop.remote() for worker in self._workers]
         for ref in stopping:

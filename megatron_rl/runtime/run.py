@@ -262,16 +262,28 @@ class RolloutRun(Run):
         super().__init__(settings, ranks=ranks, records=records, devices=devices)
         self._manager, self._sync, self._watchdog = manager, sync, watchdog
         self._agreement = Agreement(settings, dtype=dtype, manager=manager, wait=self._wait, records=records)
+        self._version: int | None = None  # of the trainer's weights, where engines serve them, too
         self._generation_deadline_s = partial(generation_deadline_s, settings.model, settings.rollout, settings.reward)
         records.follow("rollout", lambda: manager.busy_s)
 
     def _wait(self, work: Coroutine[Any, Any, Result], *, name: str, timeout_s: float = ENGINE_CONTROL_S) -> Result:
-        return self._watchdog.wait(work, name=name, owner="the engines", timeout_s=timeout_s)
+        return self._watchdog.wait(work, name=name, owner="the engines", timeout_s=timeout_s, meanwhile=self._update_newcomers)
+
+    def _update_newcomers(self) -> None:
+        """Give engines that were started again the weights that the others serve."""
+        if self._version is not None and self._manager.pool.has_newcomers:
+            idle, self._ranks_are_idle = self._ranks_are_idle, False
+            self.publish(version=self._version)
+            self._ranks_are_idle = idle
 
     def _wait_for_samples(self, work: Coroutine[Any, Any, Result], *, name: str, timeout_s: float) -> Result:
         """Wait for samples while the ranks are idle; finish a written save meanwhile."""
         self._ranks_are_idle = True
-        meanwhile = partial(self._finish_save, waits=False)
+
+        def meanwhile() -> None:
+            self._finish_save(waits=False)
+            self._update_newcomers()
+
         result = self._watchdog.wait(work, name=name, owner="the engines", timeout_s=timeout_s, meanwhile=meanwhile)
         self._ranks_are_idle = False
         return result
@@ -313,6 +325,7 @@ class RolloutRun(Run):
     def train(self, batch: TrainBatch, *, step: int, expected: Expected | None = None) -> None:
         """Train on one batch; measure the share of time with busy engines. Raises ParityError with a likely cause."""
         self._take_devices(Phase.TRAINING)
+        self._version = None
         start_s, busy_before_s = time.perf_counter(), self._manager.busy_s
         try:
             super().train(batch, step=step, expected=expected or Expected(step, self._agreement.limits))
@@ -326,11 +339,13 @@ class RolloutRun(Run):
 
     def publish(self, *, version: int) -> None:
         """Sync the engines' weights."""
+        self._version = None
         self._take_devices(Phase.SYNC)
         # The sync keeps a separate deadline, and names the late process.
         timeout_s = sync_deadline_s(self._settings.model) + ENGINE_CONTROL_S
         with finishing_first(), self._records.phase("sync"):
             self._records.add(self._wait(self._sync.run(version=version), name=f"weight sync to version {version}", timeout_s=timeout_s))
+        self._version = version
 
     def evaluate(self) -> None:
         """Evaluate the present weights, where there are held-out prompts."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from megatron_rl.checkpoints.run_checkpoints import LOCK_FILE, naming_the_way_around, newest_checkpoint
 from megatron_rl.config.derived import dtype_name, sync_deadline_s
@@ -22,7 +23,7 @@ from megatron_rl.config.settings import Settings
 from megatron_rl.data.buffer import BUFFER_FILE
 from megatron_rl.data.source import RunPrompts
 from megatron_rl.engines.engine import EngineAddress
-from megatron_rl.errors import UserError
+from megatron_rl.errors import MegatronRLError, UserError
 from megatron_rl.observe.console import RunConsole
 from megatron_rl.observe.timing import PhaseTimer
 from megatron_rl.rollout.manager import RolloutManager
@@ -200,19 +201,38 @@ class RunStart:
     def join(
         self, manager: RolloutManager, engines: EngineGroup, starting: list[ray.ObjectRef], *, serve_current: bool = False
     ) -> list[EngineAddress]:
-        """Wait for the `starting` engines; give them, by number, to the manager, which may lose all but one."""
+        """Wait for the `starting` engines; give them, by number, to the manager.
+
+        A dead one is started again as rollout.engine_restarts allows; others may be lost, but the last.
+        """
         wait = partial(self.watchdog.wait, owner="the engines", timeout_s=ENGINE_CONTROL_S)
         addresses = engines.finish_start(starting)
         wait(manager.join(addresses, serve_current=serve_current), name="connecting to the engines")
 
-        def goes_on(address: EngineAddress, error: Exception) -> bool:
-            left: bool = wait(manager.leave(address, error), name="going on without an engine")
+        def goes_on(number: int, address: EngineAddress, error: Exception) -> bool:
+            returning = bring_back(number) if engines.may_restart(number) else None
+            left: bool = wait(manager.leave(address, error, returning=returning), name="going on without an engine")
             if left:
                 count = f"{len(manager.clients)} of {len(addresses)} engines"
-                self._report.note(f"the run goes on with {count}, because one ended: {error}")
+                again = "" if returning is None else f"engine {number} is started again, and "
+                self._report.note(f"{again}the run goes on with {count}, because one ended: {error}")
             return left
 
-        engines.watch(addresses, goes_on=goes_on)
+        async def bring_back(number: int) -> None:
+            begun_s = time.monotonic()
+            while engines.may_restart(number):
+                try:
+                    address = await engines.restart(number)
+                    await manager.join([address], serve_current=serve_current)
+                except (MegatronRLError, RayError, TimeoutError) as error:
+                    self._report.note(f"engine {number} could not be started again: {error}")
+                    continue
+                engines.watch(number, goes_on=partial(goes_on, number, address))
+                self._report.note(f"engine {number} is back after {time.monotonic() - begun_s:.0f} s, and gets the current weights")
+                return
+
+        for number, address in enumerate(addresses):
+            engines.watch(number, goes_on=partial(goes_on, number, address))
         return addresses
 
     def _open_sync(self, transport: Callable[[Sequence[str]], WeightTransport], ranks: TrainerGroup, manager: RolloutManager) -> WeightSync:

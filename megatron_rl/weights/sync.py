@@ -27,6 +27,7 @@ TRANSPORTS: Mapping[str, Callable[[Surroundings], WeightTransport]] = {
 """Every way for weights to reach the engines, by its name in weights.transport."""
 
 PARTING = "parting trainer and engines"
+RETURN_POLL_S = 0.1  # looks for an engine that is being started again, where there is no other
 
 MakeTransport = Callable[[Sequence[str]], WeightTransport]
 """Makes a transport to the engines at these URLs."""
@@ -59,7 +60,7 @@ class WeightSync:
     When the membership has changed, a new transport connects the present members before anything is
     sent. So no sync waits for an engine that left, and one that joined gets the weights. An engine
     gets requests only after it confirmed the weights (`EnginePool.admit`). One that joins during a
-    sync takes part from the next on.
+    sync takes part from the next on. Without any member, one that is being started again is waited for.
 
     When a member dies during a sync, the others get the version again from the start, over a new
     transport; an engine with a part of the weights stays paused. A sync fails when the last engine
@@ -134,6 +135,8 @@ class WeightSync:
         if self._connection is not None and self._connection.membership.epoch == self._pool.membership.epoch:
             return self._connection
         await self._disconnect(deadline)
+        while self._pool.is_empty_for_now and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(RETURN_POLL_S)
         membership = self._pool.membership
         if not membership.members:
             raise EngineError("no engine is left that weights could be sent to; see the logs of the engines")

@@ -231,15 +231,17 @@ def test_a_run_that_was_asked_to_end_is_the_run_that_was_not(task: Path, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("num_engines", [1, 2])
 def test_a_run_whose_engine_died_is_the_run_whose_engine_did_not(
-    task: Path, tmp_path: Path, start: Callable[..., Any], whole: Path
+    task: Path, tmp_path: Path, start: Callable[..., Any], whole: Path, num_engines: int
 ) -> None:
     directory = tmp_path / "run"
-    run = start(*rl_arguments(task, directory, *SLOW_REWARD, *EXACT, "rollout.num_engines=2"))
+    run = start(*rl_arguments(task, directory, *SLOW_REWARD, *EXACT, f"rollout.num_engines={num_engines}"))
     reach(Moment("rollout", 0.0), run, directory, step=3)
     run.members("megatron_rl.engines.sglang_server")[0].kill()
     assert run.wait() == 0, run.output
-    assert "the run goes on with 1 of 2 engines" in run.output and "Traceback" not in run.output
+    left = f"the run goes on with {num_engines - 1} of {num_engines} engines"
+    assert left in run.output and "is back after" in run.output and "Traceback" not in run.output
     assert_same_run(directory, whole)
 
 

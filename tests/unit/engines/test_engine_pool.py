@@ -1,6 +1,7 @@
 """Who gets slots on which engine, while engines fail, join and leave, and requests come and go."""
 
 import asyncio
+import contextlib
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -171,6 +172,58 @@ def test_waiters_of_a_leaving_engine_get_another_or_its_error() -> None:
         assert str(requests.error("late")) == "last"
 
     run(test)
+
+
+def test_requests_wait_for_an_engine_that_returns() -> None:
+    async def test(requests: Requests, clients: list[EngineClient]) -> None:
+        pool = requests.pool
+        (again,) = make_clients(1)
+        with pool.returning():
+            for client in clients:
+                pool.leave(client, EngineError("gone"))
+            await requests.start("a")
+            assert pool.is_empty_for_now and "a" not in requests.got
+            pool.join(again)
+            assert pool.has_newcomers and not pool.is_empty_for_now
+        # It waits for its weights.
+        await settle()
+        assert "a" not in requests.got
+        pool.admit([again])
+        await settle()
+        assert requests.got["a"] is again and not pool.has_newcomers
+        with pool.returning():
+            pool.leave(again, EngineError("gone again"))
+            await requests.start("b")
+        await settle()
+        assert str(requests.error("b")) == "gone again"
+
+    run(test)
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_failed_engine_may_be_a_dead_one_that_returns(monkeypatch: pytest.MonkeyPatch, dies: bool) -> None:
+    monkeypatch.setattr(engine_pool, "DEATH_S", 0.05)
+
+    async def test() -> None:
+        (first,), (again,) = make_clients(1), make_clients(1)
+        requests = Requests(EnginePool([first], max_requests=2, returns=True))
+        requests.pool.retire(first, EngineError("broken pipe"))
+        await requests.start("a")
+        assert "a" not in requests.got
+        with requests.pool.returning() if dies else contextlib.nullcontext():
+            if dies:
+                requests.pool.leave(first, EngineError("killed"))
+            await asyncio.sleep(0.1)
+            if dies:
+                requests.pool.join(again)
+                requests.pool.admit([again])
+        await settle()
+        if dies:
+            assert requests.got["a"] is again
+        else:
+            assert str(requests.error("a")) == "broken pipe"
+
+    asyncio.run(test())
 
 
 def test_a_retired_engine_is_a_member_until_readmitted() -> None:

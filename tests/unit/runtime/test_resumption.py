@@ -187,7 +187,8 @@ def test_a_kill_inside_a_checkpoint_of_sqlite_is_no_damage(words: list[str], tmp
     page = int.from_bytes(log[8:12])
     frames = [log[start : start + 24 + page] for start in range(32, len(log), 24 + page)]
     first = [frame for frame in frames if int.from_bytes(frame[:4]) == 1][-1]
-    (killed / "buffer.sqlite").write_bytes(first[24:])
+    with (killed / "buffer.sqlite").open("r+b") as file:
+        file.write(first[24:])
     assert notes(asked(words, f"run.directory={killed}")) == []
     with Buffer(killed / "buffer.sqlite") as again:
         assert [prompt.id for prompt in again.take_pending(99)] == [prompt.id for prompt in prompts]

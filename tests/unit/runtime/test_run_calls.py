@@ -1,5 +1,6 @@
 """The run object between stand-ins of its engines, its ranks and its console: what it asks of them, and what it leaves behind."""
 
+import asyncio
 import json
 import re
 import shlex
@@ -18,11 +19,11 @@ from megatron_rl.config.load import load_settings
 from megatron_rl.config.settings import ModelSettings, RewardSettings, RolloutSettings, Settings
 from megatron_rl.engines.engine_pool import EnginePool
 from megatron_rl.errors import EngineError, ParityError, UserError
-from megatron_rl.observe.metrics import Metric
+from megatron_rl.observe.metrics import Metric, Sum
 from megatron_rl.observe.sinks import METRICS_FILE, read_metrics
 from megatron_rl.observe.summary import read_summary
 from megatron_rl.report.page import report_run
-from megatron_rl.runtime import agreement
+from megatron_rl.runtime import agreement, watchdog
 from megatron_rl.runtime.loop import train_loop
 from megatron_rl.runtime.run import generation_deadline_s
 from megatron_rl.types import Floats, Group, Prompt, Reward, RewardOutcome, Sample, StopReason, TrainBatch
@@ -403,3 +404,40 @@ def test_a_batch_of_many_waves_gets_the_time_of_all_its_waves() -> None:
     assert generation_deadline_s(*sections(few), num_samples=300, num_workers=4) == 6 * 600 + 75 * 2, "64 slots"
     agents = load_settings(None, [*paths, *limits, "rollout.agent={command: [a], max_processes: 10}"])
     assert generation_deadline_s(*sections(agents), num_samples=300, num_workers=4) == 31 * 600 + 75 * 2, "10 processes"
+
+
+def test_an_engine_that_returns_gets_the_weights_of_the_others(make_run: MakeRun, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once during a rollout, and not between a training step and its publication, when ranks have other weights."""
+    monkeypatch.setattr(watchdog, "MEANWHILE_S", 0.01)
+    run = make_run("run.num_steps=9")
+    run.begin(step=0)
+    manager = run._manager
+    newcomer = Manager(calls, held_out=0, fails_at=None, error=None)
+
+    async def next_batch(step: int, *, progress: object) -> tuple[str, dict[str, Metric]]:
+        manager.pool.join(newcomer)
+        while manager.pool.has_newcomers:
+            await asyncio.sleep(0.01)
+        return "batch", {"rollout/renewed_groups": Sum(0)}
+
+    async def position(*, step: int) -> dict[str, Any]:
+        await asyncio.sleep(0.1)
+        return {}
+
+    async def publish(*, version: int) -> dict[str, Metric]:
+        calls.append(("publish", version))
+        manager.pool.admit(manager.pool.membership.members)
+        return {}
+
+    monkeypatch.setattr(manager, "next_batch", next_batch)
+    monkeypatch.setattr(manager, "position", position)
+    monkeypatch.setattr(run._sync, "run", publish)
+    calls.clear()
+    batch = run.next_batch(0)
+    assert calls == [("publish", 0)]
+    run.train(batch, step=0)
+    manager.pool.join(Manager(calls, held_out=0, fails_at=None, error=None))
+    run._position(step=1)
+    assert calls == [("publish", 0), ("train", "batch", 0)] and manager.pool.has_newcomers
+    run.publish(version=1)
+    assert calls[-1] == ("publish", 1) and not manager.pool.has_newcomers

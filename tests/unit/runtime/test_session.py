@@ -4,7 +4,8 @@ import asyncio
 import io
 import json
 import re
-from collections.abc import Callable, Collection, Sequence
+import time
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
@@ -69,18 +70,28 @@ def test_an_evaluation_first_removes_remains_of_killed_ones(monkeypatch: pytest.
 
 
 class Engines:
-    """A group of two servers that have started; `goes_on` is what was to be asked when one dies."""
+    """A group of two servers that have started; `goes_on` is what was to be asked when one dies, `restarts` what comes of other starts."""
 
-    def __init__(self) -> None:
+    def __init__(self, *restarts: EngineAddress | Exception) -> None:
+        self.restarts = list(restarts)
         self.addresses = [EngineAddress(f"url-{number}", "key", 32, 64, 64, has_tokenizer=False) for number in range(2)]
-        self.goes_on: Callable[[EngineAddress, Exception], bool]
+        self.goes_on: dict[int, Callable[[Exception], bool]] = {}
 
     def finish_start(self, starting: list[Any]) -> list[EngineAddress]:
         return self.addresses
 
-    def watch(self, addresses: Sequence[EngineAddress], *, goes_on: Callable[[EngineAddress, Exception], bool]) -> None:
-        assert addresses == self.addresses
-        self.goes_on = goes_on
+    def watch(self, number: int, *, goes_on: Callable[[Exception], bool]) -> None:
+        self.goes_on[number] = goes_on
+
+    def may_restart(self, number: int) -> bool:
+        return bool(self.restarts)
+
+    async def restart(self, number: int) -> EngineAddress:
+        await asyncio.sleep(0.01)
+        outcome = self.restarts.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
 
 
 def test_a_run_survives_a_dead_engine_but_not_the_last(
@@ -107,14 +118,39 @@ def test_a_run_survives_a_dead_engine_but_not_the_last(
             asyncio.run_coroutine_threadsafe(call(["weights"]), start.watchdog._loop)
             for call in (manager.release_memory, manager.restore_memory)
         ]
-        assert engines.goes_on(engines.addresses[0], EngineError("killed by signal 9"))
+        assert engines.goes_on[0](EngineError("killed by signal 9"))
         assert [move.result(timeout=10) for move in moving] == [None, None]
         assert [client.address for client in manager.clients] == engines.addresses[1:]
         assert "note: the run goes on with 1 of 2 engines, because one ended: killed by signal 9" in stream.getvalue()
         printed = stream.getvalue()
-        assert not engines.goes_on(engines.addresses[1], EngineError("killed, too"))
+        assert not engines.goes_on[1](EngineError("killed, too"))
         assert [client.address for client in manager.clients] == engines.addresses[1:]
         assert stream.getvalue() == printed
+
+
+def test_the_last_engine_is_started_again(tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manager_module, "RewardRunner", Rewards)
+    (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": "1", "label": "1"}) + "\n")
+    settings = load_settings(None, [f"run.directory={tmp_path}/run", f"model.path={tiny_model()}", f"data.train={tmp_path}/train.jsonl"])
+    stream, back = io.StringIO(), EngineAddress("url-back", "key", 32, 64, 64, has_tokenizer=False)
+    engines = Engines(EngineError("no memory yet"), back)
+    with ExitStack() as stack:
+        start = RunStart(settings, stack, StartReport(RunConsole(1, stream=stream), PhaseTimer()))
+        manager = start.open_manager(tmp_path / "buffer.sqlite")
+        start.join(manager, engines, [])  # type: ignore[arg-type]
+        first = engines.goes_on[0]
+        for number in range(2):
+            assert engines.goes_on[number](EngineError(f"killed, {number}"))
+        for _ in range(500):
+            if engines.goes_on[0] is not first:
+                break
+            time.sleep(0.01)
+        assert [client.address for client in manager.clients] == [back]
+        printed = stream.getvalue()
+        assert "note: engine 1 is started again, and the run goes on with 0 of 2 engines, because one ended: killed, 1" in printed
+        assert "note: engine 0 could not be started again: no memory yet" in printed
+        assert re.search(r"note: engine [01] is back after \d+ s, and gets the current weights", printed)
+        assert manager.pool.has_newcomers
 
 
 def test_a_checkpoint_has_a_position_of_the_buffer_on_disk(

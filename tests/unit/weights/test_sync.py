@@ -373,6 +373,28 @@ def test_when_the_last_engine_dies_a_sync_says_so(make_run: Callable[..., Run], 
         asyncio.run(work())
 
 
+@pytest.mark.parametrize("returns", [True, False])
+def test_a_sync_waits_for_the_only_engine_to_return(make_run: Callable[..., Run], returns: bool) -> None:
+    run = make_run({}, {})
+
+    async def work() -> None:
+        sync = run.open("broadcast", num_members=1)
+        await sync.run(version=1)
+        with run.pool.returning():
+            run.pool.leave(run.clients[0], EngineError("gone"))
+            syncing = asyncio.create_task(sync.run(version=2))
+            await asyncio.sleep(0.15)
+            assert not syncing.done()
+            if returns:
+                run.pool.join(run.clients[1])
+        await syncing
+        assert [server.served for server in run.servers] == [1, 2]
+        assert await can_generate(run.pool) == {"http://127.0.1.1"}
+
+    with contextlib.nullcontext() if returns else pytest.raises(EngineError, match="no engine is left"):
+        asyncio.run(work())
+
+
 BEGIN, END, RESUME = "/begin_weight_update", "/end_weight_update", "/continue_generation"
 
 

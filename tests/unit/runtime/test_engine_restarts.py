@@ -1,0 +1,78 @@
+"""How often and how fast a dead engine is started again, with actors that note their calls."""
+
+import asyncio
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_rl.config.load import load_settings
+from megatron_rl.errors import EngineError
+from megatron_rl.runtime import engines
+from megatron_rl.runtime.engines import EngineGroup
+
+PATHS = ("run.directory=run", "model.path=model", "data.train=train.jsonl")
+
+
+class Actors:
+    """Actors of engines: what was started and killed, and how long was waited before; a start gives its number or raises `error`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.started, self.killed, self.waits = list[int](), list[int](), list[float]()
+        self.now_s, self.error = 1000.0, None
+        monkeypatch.setattr(engines, "EngineWorker", SimpleNamespace(options=lambda **_: SimpleNamespace(remote=self.make)))
+        monkeypatch.setattr(engines.ray, "kill", lambda worker: self.killed.append(worker.number))
+        monkeypatch.setattr(engines, "time", SimpleNamespace(monotonic=lambda: self.now_s))
+
+        async def sleep(delay_s: float) -> None:
+            self.waits.append(delay_s)
+
+        monkeypatch.setattr(engines.asyncio, "sleep", sleep)
+        monkeypatch.setattr(engines, "engine_arguments", lambda *_, **__: {})
+
+    def make(self, *_: Any, **__: Any) -> Any:
+        number = len(self.started)
+        self.started.append(number)
+
+        def start(timeout_s: float) -> Any:
+            future: Future[Any] = Future()
+            future.set_result(number) if self.error is None else future.set_exception(self.error)
+            return SimpleNamespace(future=lambda: future)
+
+        return SimpleNamespace(number=number, start=SimpleNamespace(remote=start))
+
+
+def make_group(*overrides: str) -> EngineGroup:
+    placement = SimpleNamespace(needs=SimpleNamespace(colocated=False))
+    reservation = SimpleNamespace(device_kind="cpu", placement=placement, engine_options=lambda number: {})
+    settings = load_settings(None, [*PATHS, "rollout.num_engines=2", *overrides])
+    model = SimpleNamespace(path=Path("model"), has_weights=True)
+    return EngineGroup(settings, model=model, reservation=reservation, watchdog=None)  # type: ignore[arg-type]
+
+
+def test_starts_of_an_hour_are_counted_and_come_later_and_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    actors = Actors(monkeypatch)
+    group = make_group("rollout.engine_restarts=3")
+
+    async def work() -> None:
+        for again in range(3):
+            assert group.may_restart(1) and await group.restart(1) == 2 + again
+            actors.now_s += 60
+        assert not group.may_restart(1) and group.may_restart(0), "each engine has its own"
+        assert actors.killed == [1, 2, 3] and actors.waits == [0, 1, 3]
+        actors.now_s += 3600 - 179
+        assert group.may_restart(1) and await group.restart(1) == 5 and actors.waits[-1] == 3
+        actors.error = EngineError("does not start")
+        with pytest.raises(EngineError, match="does not start"):
+            await group.restart(0)
+        assert actors.killed[-1] == 0
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("override", ["rollout.engine_restarts=0", "runtime.colocate=true"])
+def test_engines_that_stay_away(monkeypatch: pytest.MonkeyPatch, override: str) -> None:
+    Actors(monkeypatch)
+    assert not make_group(override).may_restart(0)
