@@ -240,8 +240,9 @@ def test_a_run_whose_engine_died_is_the_run_whose_engine_did_not(
     reach(Moment("rollout", 0.0), run, directory, step=3)
     run.members("megatron_rl.engines.sglang_server")[0].kill()
     assert run.wait() == 0, run.output
+    # The run with two engines may end before it is back.
     left = f"the run goes on with {num_engines - 1} of {num_engines} engines"
-    assert left in run.output and "is back after" in run.output and "Traceback" not in run.output
+    assert re.search(rf"engine \d is started again, and {left}", run.output) and "Traceback" not in run.output
     assert_same_run(directory, whole)
 
 

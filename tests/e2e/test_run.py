@@ -155,9 +155,7 @@ def test_a_run_whose_ray_dies_goes_on_from_its_checkpoint(task: Path, tmp_path: 
     assert steps_of(directory) == list(range(summary["steps"] + 2))
 
 
-@pytest.mark.parametrize(
-    ("num_engines", "restarts"), [(1, 1), pytest.param(2, 1, marks=pytest.mark.slow), pytest.param(2, 0, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("num_engines", "restarts"), [(1, 1), pytest.param(2, 0, marks=pytest.mark.slow)])
 def test_an_engine_that_dies_is_started_again(
     task: Path, tmp_path: Path, start: Callable[..., Any], num_engines: int, restarts: int
 ) -> None:
