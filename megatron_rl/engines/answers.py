@@ -64,9 +64,12 @@ def read_generation(answer: dict[str, Any], *, prompt_length: int, mixture: Mixt
     scored = meta["output_token_logprobs"]
     if [entry[1] for entry in scored] != token_ids.tolist():
         raise EngineError(f"the engine returned {length} tokens and the log-probs of {len(scored)} others")
+    log_probs = np.array([entry[0] for entry in scored], np.float32)
+    if not np.isfinite(log_probs).all():
+        raise EngineError(f"the engine returned the log-prob {log_probs[~np.isfinite(log_probs)][0]} of a token, needs a finite number")
     return Generation(
         token_ids=token_ids,
-        log_probs=np.array([entry[0] for entry in scored], np.float32),
+        log_probs=log_probs,
         weight_versions=_token_versions(meta, length),
         stop_reason=StopReason(finish["type"]),
         routed_experts=_read_routed_experts(meta, mixture, prompt_length, length) if mixture else None,

@@ -42,6 +42,8 @@ A loaded machine can take longer than the difference, and lose a call sent at th
 with one attempt has a connection of its own.
 """
 _BUSY = 503
+SERVER_FAULT = 500
+"""The least HTTP status that is the server's fault, not the request's."""
 
 
 _Asked = dict[str, Any]  # one requested sample in the server's words; `rid` is the id for an abort
@@ -99,12 +101,20 @@ class EngineClient:
             with contextlib.suppress(EngineError, DeadlineError):
                 await asyncio.shield(aborting)
             raise
+        try:
+            read = tuple(read_generation(each, prompt_length=len(prompt), mixture=self.address.mixture) for each in answers)
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            form = f"{type(error).__name__}: {error}"
+            raise EngineError(f"the engine at {self.address.url} gave an answer of another form than SGLang's ({form})") from error
+        largest = max((int(each.token_ids.max()) for each in read if len(each.token_ids)), default=0)
+        if largest >= self.address.vocab_size:
+            raise EngineError(f"the engine at {self.address.url} gave token {largest} of a vocabulary of {self.address.vocab_size}")
         for meta in (answer["meta_info"] for answer in answers):
             # Numbers for metrics alone: an engine need not give them. Each such pause retracts a request, too.
             retractions = max(0, meta.get("num_retractions", 0) - (self._num_retracting_pauses - pauses_before))
             cached_tokens = meta.get("cached_tokens", 0)
             self.served.update(answers=1, prompt_tokens=len(prompt), cached_tokens=cached_tokens, retractions=retractions)
-        return tuple(read_generation(answer, prompt_length=len(prompt), mixture=self.address.mixture) for answer in answers)
+        return read
 
     async def _ask(self, asked: Sequence[_Asked]) -> list[Any]:
         """Return the server's answers to samples, in one HTTP call."""

@@ -5,7 +5,7 @@ import contextlib
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -14,7 +14,7 @@ from typing import TypeVar
 from megatron_rl.engines.client import EngineClient
 from megatron_rl.engines.engine import EngineAddress
 from megatron_rl.errors import DeadlineError, EngineError
-from megatron_rl.system.deadlines import DEATH_S
+from megatron_rl.system.deadlines import DEATH_S, LEAVE_S
 
 AFFINITY_WAIT_S = 1.0  # wait for a slot on the preferred engine: about the time to compute a prefix of 10,000 tokens
 ABORT_INTERVAL_S = 0.05  # between aborts of requests that may still have been on their way to the engine
@@ -58,13 +58,13 @@ class EnginePool:
     current weights (an initial or admitted one) and has not failed since the last `readmit`. A
     request waits while an engine is expected, and raises the reason once the last usable engine has
     failed or left. Expected are members that were not admitted yet, dead engines that are
-    `returning`, and in a pool that `returns` dead engines each one that failed, for DEATH_S seconds.
+    `returning`, and for LEAVE_S seconds one that failed and is ended.
     While the pool `is_interrupted`, only evaluation gets slots. Lives on one event loop.
     """
 
-    def __init__(self, clients: Sequence[EngineClient] = (), *, max_requests: int, returns: bool = False) -> None:
+    def __init__(self, clients: Sequence[EngineClient] = (), *, max_requests: int) -> None:
         self.membership = Membership(epoch=0, members=tuple(clients))
-        self._max_requests, self._returns = max_requests, returns
+        self._max_requests = max_requests
         self._limits: dict[EngineClient, int] = {}
         self._admitted = set(clients)
         self._retired: set[EngineClient] = set()
@@ -76,6 +76,8 @@ class EnginePool:
         self._failure: Exception | None = None
         self.is_interrupted = False
         self._num_returning = 0
+        self.end_failed: Callable[[EngineClient, Exception], bool] = lambda client, error: False
+        """Ends an engine that failed; True where it leaves the pool, and another one is started in its place."""
         self._address = clients[0].address if clients else None
 
     # Membership
@@ -149,10 +151,10 @@ class EnginePool:
             return
         self._retired.add(client)
         self._failure = error
-        if self._returns:
+        if self.end_failed(client, error):
             # A death is known later than its consequences.
             self._num_returning += 1
-            asyncio.get_running_loop().call_later(DEATH_S, self._end_return)
+            asyncio.get_running_loop().call_later(LEAVE_S, self._end_return)
         self._update()
 
     def readmit(self) -> None:

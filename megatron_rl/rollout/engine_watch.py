@@ -123,13 +123,10 @@ class EngineWatch:
         return metrics
 
 
-def watched_pool(rollout: RolloutSettings, *, longest_turn: int, max_tokens: int, returns: bool) -> tuple[EnginePool, EngineWatch]:
-    """Return an empty pool, see there for `returns`, and its watch.
-
-    Sequences have at most the tokens of `longest_turn`, of own code `max_tokens`.
-    """
+def watched_pool(rollout: RolloutSettings, *, longest_turn: int, max_tokens: int) -> tuple[EnginePool, EngineWatch]:
+    """Return an empty pool and its watch. Sequences have at most the tokens of `longest_turn`, of own code `max_tokens`."""
     limit = rollout.max_concurrent_requests
-    pool = EnginePool(max_requests=limit or FEWEST_REQUESTS, returns=returns)
+    pool = EnginePool(max_requests=limit or FEWEST_REQUESTS)
     longest = longest_turn if rollout.is_single_turn else max_tokens
     return pool, EngineWatch(pool, longest_sequence=None if limit else longest)
 

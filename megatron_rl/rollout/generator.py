@@ -20,7 +20,7 @@ import numpy as np
 
 from megatron_rl.data.buffer import Answer, Buffer
 from megatron_rl.engines.answers import Generation
-from megatron_rl.engines.client import SHORT_RESPONSE_TOKENS, EngineClient
+from megatron_rl.engines.client import SERVER_FAULT, SHORT_RESPONSE_TOKENS, EngineClient
 from megatron_rl.engines.engine_pool import EnginePool, Urgency
 from megatron_rl.engines.sampling import Sampling
 from megatron_rl.errors import DeadlineError, EngineError, EngineRefusal, UserError
@@ -138,9 +138,9 @@ class PoolGenerator(AbstractAsyncContextManager["PoolGenerator", None]):
                 try:
                     # A hanging engine that leaves the pool is not waited for until the deadline.
                     await self._pool.while_it_stays(client, self._fill(client, token_ids, sampling, num_samples, answers, pieces))
-                except EngineRefusal:
-                    raise  # the request is at fault, another engine would refuse it too
                 except (EngineError, DeadlineError) as error:
+                    if isinstance(error, EngineRefusal) and error.status < SERVER_FAULT:
+                        raise  # the request is at fault, another engine would refuse it too
                     self._pool.retire(client, error)
             if session is not None and len(answers) == num_samples:
                 self._engines[session] = client

@@ -70,10 +70,7 @@ class RolloutManager:
     ) -> None:
         self.prompts, self._settings, self._buffer, self._connections = prompts, settings, buffer, connections
         max_tokens = settings.training.max_tokens_per_micro_batch * settings.training.topology.cp
-        returns = settings.rollout.engine_restarts > 0 and not settings.runtime.colocate
-        self.pool, self._watch = watched_pool(
-            settings.rollout, longest_turn=settings.longest_sequence, max_tokens=max_tokens, returns=returns
-        )
+        self.pool, self._watch = watched_pool(settings.rollout, longest_turn=settings.longest_sequence, max_tokens=max_tokens)
         self._maker = GroupMaker(
             settings.rollout,
             rollout,

@@ -20,6 +20,7 @@ from megatron_rl.config.yaml_text import format_value
 from megatron_rl.engines.answers import MixtureShape
 from megatron_rl.engines.engine import Engine, EngineAddress
 from megatron_rl.engines.server_args import server_arguments
+from megatron_rl.errors import EngineDiedError
 from megatron_rl.runtime.cluster import Reservation, enter_directory, own_gpus
 from megatron_rl.runtime.watchdog import ACTOR_DEATHS, Watchdog
 from megatron_rl.system.deadlines import ENGINES_STOP_S
@@ -39,17 +40,26 @@ class EngineWorker:
         enter_directory(directory)
         self._engine = make_engine(host=ray.util.get_node_ip_address(), gpu_ids=shared_gpus or own_gpus())
         self._stopping = False
+        self._fault: str | None = None
 
     @ray.method(concurrency_group="watch")
     def watch(self) -> None:
-        """Return when the engine was stopped on purpose; raise with the tail of the log when it died."""
+        """Return when the engine was stopped on purpose; raise when it died, with the tail of the log, or was ended."""
         while not self._stopping:
+            if self._fault is not None:
+                raise EngineDiedError(f"the SGLang server at {self._engine.url} was ended: {self._fault}")
             self._engine.check()
             time.sleep(HEALTH_INTERVAL_S)
 
     def start(self, timeout_s: float) -> EngineAddress:
         """Start the server and wait at most `timeout_s` until requests are served."""
         return self._engine.start(timeout_s=timeout_s)
+
+    def end(self, fault: str) -> None:
+        """End a server that runs, because of its `fault`."""
+        if self._engine.pid is not None:
+            self._fault = fault
+            self._engine.stop()
 
     def stop(self) -> None:
         """Stop and reap the server."""
@@ -112,6 +122,10 @@ class EngineGroup:
         hour = [begun_s for begun_s in self._restarts[number] if time.monotonic() - begun_s < HOUR_S]
         self._restarts[number] = hour
         return len(hour) < self._settings.rollout.engine_restarts and not self._settings.runtime.colocate and not self._stopped
+
+    def end(self, number: int, fault: str) -> None:
+        """Let an engine that failed end, which its watch then sees."""
+        self._workers[number].end.remote(fault)
 
     async def restart(self, number: int) -> EngineAddress:
         """Start a dead engine in a process of its own, later the more often that was within an hour.

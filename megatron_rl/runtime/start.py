@@ -22,6 +22,7 @@ from megatron_rl.config.derived import dtype_name, sync_deadline_s
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.buffer import BUFFER_FILE
 from megatron_rl.data.source import RunPrompts
+from megatron_rl.engines.client import EngineClient
 from megatron_rl.engines.engine import EngineAddress
 from megatron_rl.errors import MegatronRLError, UserError
 from megatron_rl.observe.console import RunConsole
@@ -209,6 +210,15 @@ class RunStart:
         addresses = engines.finish_start(starting)
         wait(manager.join(addresses, serve_current=serve_current), name="connecting to the engines")
 
+        numbers = {address: number for number, address in enumerate(addresses)}
+
+        def end_failed(client: EngineClient, error: Exception) -> bool:
+            number = numbers[client.address]
+            ends = engines.may_restart(number)
+            if ends:
+                engines.end(number, str(error))
+            return ends
+
         def goes_on(number: int, address: EngineAddress, error: Exception) -> bool:
             returning = bring_back(number) if engines.may_restart(number) else None
             left: bool = wait(manager.leave(address, error, returning=returning), name="going on without an engine")
@@ -223,6 +233,7 @@ class RunStart:
             while engines.may_restart(number):
                 try:
                     address = await engines.restart(number)
+                    numbers[address] = number
                     await manager.join([address], serve_current=serve_current)
                 except (MegatronRLError, RayError, TimeoutError) as error:
                     self._report.note(f"engine {number} could not be started again: {error}")
@@ -231,6 +242,7 @@ class RunStart:
                 self._report.note(f"engine {number} is back after {time.monotonic() - begun_s:.0f} s, and gets the current weights")
                 return
 
+        manager.pool.end_failed = end_failed
         for number, address in enumerate(addresses):
             engines.watch(number, goes_on=partial(goes_on, number, address))
         return addresses

@@ -76,6 +76,8 @@ CAUSE_S = 5.0
 """Time for a watched actor to report death, with exit status and log."""
 DEATH_S = 5.0
 """Time for an engine to leave the pool."""
+LEAVE_S = 60.0
+"""The same, of an engine that is ended because it failed: requests that have no other one wait for that long."""
 
 # The end of a run.
 CLOSE_S = 60.0

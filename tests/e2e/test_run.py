@@ -177,6 +177,20 @@ def test_an_engine_that_dies_is_started_again(
 
 
 @pytest.mark.slow
+def test_an_engine_that_answers_nonsense_is_replaced(task: Path, tmp_path: Path, start: Callable[..., Any]) -> None:
+    words = ("run.num_steps=4", "run.save_interval=0", "rollout.function=tests.e2e.lying_engine:rollout")
+    run = start(*rl_arguments(task, tmp_path / "run", *words))
+    assert run.wait() == 0, run.output
+    fault = r"engine 0 is started again.* was ended: the engine at http\S+ gave an answer of another form than SGLang's \(KeyError"
+    assert re.search(fault, run.output) and "engine 0 is back after" in run.output, run.output
+    steps = metrics(tmp_path / "run")
+    assert [steps[step]["weights/version"] for step in range(5)] == [0, 1, 2, 3, 4]
+    assert sum(steps[step]["engine/restarts"] for step in range(1, 5)) == 1
+    assert all(steps[step]["train/log_prob_diff"] <= 1e-4 and steps[step]["rollout/failures"] == 0 for step in range(1, 5))
+    assert run.survivors() == []
+
+
+@pytest.mark.slow
 def test_a_reward_that_keeps_failing_stops_with_its_traceback(task: Path, tmp_path: Path, start: Callable[..., Any]) -> None:
     run = start(*rl_arguments(task, tmp_path / "run", "run.num_steps=5"), "--reward", "tests.e2e.failing_reward:score")
     assert run.wait() == 2, run.output

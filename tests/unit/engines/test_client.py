@@ -101,11 +101,29 @@ def test_versions_come_from_the_spans() -> None:
         ({"weight_version": "default"}, "weight version 'default', needs a number"),
         ({"output_token_logprobs": [[-0.5, 7, None]]}, "3 tokens and the log-probs of 1"),
         ({"finish_reason": {"type": "abort", "message": "out of memory", "status_code": 500}}, "out of memory"),
+        ({"output_token_logprobs": [[float("nan"), 7, None], [-1, 8, None], [-1, 9, None]]}, "the log-prob nan of a token"),
+        ({"output_token_logprobs": None}, "an answer of another form than SGLang's .TypeError"),
+        ({"finish_reason": {}}, "an answer of another form than SGLang's .KeyError: 'type'"),
+        ({"finish_reason": {"type": "thirst"}}, "an answer of another form than SGLang's .ValueError"),
     ],
 )
 def test_an_answer_that_cannot_be_trusted_is_an_error(meta: dict[str, Any], message: str) -> None:
     with pytest.raises(EngineError, match=message):
         talk(always([answer(**meta)]), generate)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"meta_info": None}, "another form than SGLang's .TypeError"),
+        ({"output_ids": []}, "answered no token and says that it ended by 'length'"),
+        ({"output_ids": [7, 8, 16]}, "gave token 16 of a vocabulary of 16"),
+    ],
+)
+def test_tokens_that_cannot_be_trusted_are_an_error(changed: dict[str, Any], message: str) -> None:
+    scored = [[-0.5, token, None] for token in changed.get("output_ids", ())]
+    with pytest.raises(EngineError, match=message):
+        talk(always([answer(output_token_logprobs=scored) | changed]), generate)
 
 
 def test_an_abort_keeps_the_partial_tokens() -> None:

@@ -202,11 +202,17 @@ def test_requests_wait_for_an_engine_that_returns() -> None:
 
 @pytest.mark.parametrize("dies", [True, False])
 def test_a_failed_engine_may_be_a_dead_one_that_returns(monkeypatch: pytest.MonkeyPatch, dies: bool) -> None:
-    monkeypatch.setattr(engine_pool, "DEATH_S", 0.05)
+    monkeypatch.setattr(engine_pool, "LEAVE_S", 0.05)
+    ended: list[tuple[EngineClient, str]] = []
+
+    def end_failed(client: EngineClient, error: Exception) -> bool:
+        ended.append((client, str(error)))
+        return True
 
     async def test() -> None:
         (first,), (again,) = make_clients(1), make_clients(1)
-        requests = Requests(EnginePool([first], max_requests=2, returns=True))
+        requests = Requests(EnginePool([first], max_requests=2))
+        requests.pool.end_failed = end_failed
         requests.pool.retire(first, EngineError("broken pipe"))
         await requests.start("a")
         assert "a" not in requests.got
@@ -222,6 +228,7 @@ def test_a_failed_engine_may_be_a_dead_one_that_returns(monkeypatch: pytest.Monk
             assert requests.got["a"] is again
         else:
             assert str(requests.error("a")) == "broken pipe"
+        assert ended == [(first, "broken pipe")]
 
     asyncio.run(test())
 

@@ -169,6 +169,18 @@ def test_a_refused_request_is_raised_and_retires_no_engine() -> None:
     run(test)
 
 
+def test_a_server_at_fault_is_ended_and_another_one_answers() -> None:
+    async def test(pool: EnginePool, engines: list[Engine]) -> None:
+        ended: list[str] = []
+        pool.end_failed = lambda client, error: ended.append(str(error)) is None
+        engines[0].error = EngineRefusal("broken (HTTP 500)", status=500)
+        async with generator_of(pool) as generator:
+            (answer,) = await generator.generate(PROMPT.token_ids, sampling=SAMPLING)
+        assert answer.weight_versions.tolist() == [1] * len(answer.token_ids) and ended == ["broken (HTTP 500)"]
+
+    run(test)
+
+
 def test_a_request_whose_last_engine_fails_raises_why() -> None:
     async def test(pool: EnginePool, engines: list[Engine]) -> None:
         for engine in engines:

@@ -167,8 +167,7 @@ def test_greedy_baselines_come_with_the_groups_of_later_steps(make_settings: Cal
 def test_a_failure_while_nobody_waits_is_raised_by_the_next_step(make_settings: Callable[..., Settings], tmp_path: Path) -> None:
     async def run() -> None:
         Client.engine = engine = Engine(seed=1)
-        settings = make_settings("rollout.max_staleness=2", "rollout.engine_restarts=0")
-        async with opened(settings, tmp_path / "buffer.sqlite") as manager:
+        async with opened(make_settings("rollout.max_staleness=2"), tmp_path / "buffer.sqlite") as manager:
             await step_of(manager, engine, 0)
             engine.broken = True
             for _ in range(100):

@@ -73,7 +73,7 @@ class Engines:
     """A group of two servers that have started; `goes_on` is what was to be asked when one dies, `restarts` what comes of other starts."""
 
     def __init__(self, *restarts: EngineAddress | Exception) -> None:
-        self.restarts = list(restarts)
+        self.restarts, self.ended = list(restarts), list[tuple[int, str]]()
         self.addresses = [EngineAddress(f"url-{number}", "key", 32, 64, 64, has_tokenizer=False) for number in range(2)]
         self.goes_on: dict[int, Callable[[Exception], bool]] = {}
 
@@ -85,6 +85,9 @@ class Engines:
 
     def may_restart(self, number: int) -> bool:
         return bool(self.restarts)
+
+    def end(self, number: int, fault: str) -> None:
+        self.ended.append((number, fault))
 
     async def restart(self, number: int) -> EngineAddress:
         await asyncio.sleep(0.01)
@@ -139,6 +142,8 @@ def test_the_last_engine_is_started_again(tiny_model: Callable[..., Path], tmp_p
         manager = start.open_manager(tmp_path / "buffer.sqlite")
         start.join(manager, engines, [])  # type: ignore[arg-type]
         first = engines.goes_on[0]
+        manager.pool.end_failed(manager.clients[1], EngineError("nonsense"))
+        assert engines.ended == [(1, "nonsense")]
         for number in range(2):
             assert engines.goes_on[number](EngineError(f"killed, {number}"))
         for _ in range(500):
@@ -151,6 +156,8 @@ def test_the_last_engine_is_started_again(tiny_model: Callable[..., Path], tmp_p
         assert "note: engine 0 could not be started again: no memory yet" in printed
         assert re.search(r"note: engine [01] is back after \d+ s, and gets the current weights", printed)
         assert manager.pool.has_newcomers
+        # None of what may not be started again.
+        assert not manager.pool.end_failed(manager.clients[0], EngineError("nonsense")) and len(engines.ended) == 1
 
 
 def test_a_checkpoint_has_a_position_of_the_buffer_on_disk(

@@ -395,6 +395,27 @@ def test_a_sync_waits_for_the_only_engine_to_return(make_run: Callable[..., Run]
         asyncio.run(work())
 
 
+@pytest.mark.parametrize("name", TRANSPORTS)
+@pytest.mark.parametrize("fault", [{"fails_at": SILENT}, {"deaf": True}], ids=["fails", "keeps its weights"])
+def test_an_engine_that_fails_a_sync_is_ended(make_run: Callable[..., Run], name: str, fault: dict[str, Any]) -> None:
+    run = make_run({}, fault)
+    ended: list[EngineClient] = []
+
+    def end_failed(client: EngineClient, error: Exception) -> bool:
+        ended.append(client)
+        asyncio.get_running_loop().call_later(0.02, run.pool.leave, client, error)
+        return True
+
+    async def work() -> None:
+        sync = run.open(name)
+        run.pool.end_failed = end_failed
+        await sync.run(version=1)
+        assert set(ended) == {run.clients[1]} and run.servers[0].served == 1
+        assert await can_generate(run.pool) == {"http://127.0.1.0"}
+
+    asyncio.run(work())
+
+
 BEGIN, END, RESUME = "/begin_weight_update", "/end_weight_update", "/continue_generation"
 
 
