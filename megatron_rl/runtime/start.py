@@ -15,22 +15,21 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
 
 from megatron_rl.checkpoints.run_checkpoints import LOCK_FILE, naming_the_way_around, newest_checkpoint
 from megatron_rl.config.derived import dtype_name, sync_deadline_s
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.buffer import BUFFER_FILE
 from megatron_rl.data.source import RunPrompts
-from megatron_rl.engines.client import EngineClient
 from megatron_rl.engines.engine import EngineAddress
-from megatron_rl.errors import MegatronRLError, UserError
+from megatron_rl.errors import UserError
 from megatron_rl.observe.console import RunConsole
 from megatron_rl.observe.timing import PhaseTimer
 from megatron_rl.rollout.manager import RolloutManager
 from megatron_rl.runtime.cluster import Reservation, cluster_device_kind, reserve
 from megatron_rl.runtime.colocation import Phase, SharedDevices
 from megatron_rl.runtime.engine_model import EngineModel, make_model
+from megatron_rl.runtime.engine_returns import EngineReturns
 from megatron_rl.runtime.engines import EngineGroup
 from megatron_rl.runtime.placement import Needs
 from megatron_rl.runtime.preflight import check_on_gpus
@@ -202,49 +201,12 @@ class RunStart:
     def join(
         self, manager: RolloutManager, engines: EngineGroup, starting: list[ray.ObjectRef], *, serve_current: bool = False
     ) -> list[EngineAddress]:
-        """Wait for the `starting` engines; give them, by number, to the manager.
-
-        A dead one is started again as rollout.engine_restarts allows; others may be lost, but the last.
-        """
+        """Wait for the `starting` engines; give them, by number, to the manager, and watch them."""
         wait = partial(self.watchdog.wait, owner="the engines", timeout_s=ENGINE_CONTROL_S)
         addresses = engines.finish_start(starting)
         wait(manager.join(addresses, serve_current=serve_current), name="connecting to the engines")
 
-        numbers = {address: number for number, address in enumerate(addresses)}
-
-        def end_failed(client: EngineClient, error: Exception) -> bool:
-            number = numbers[client.address]
-            ends = engines.may_restart(number)
-            if ends:
-                engines.end(number, str(error))
-            return ends
-
-        def goes_on(number: int, address: EngineAddress, error: Exception) -> bool:
-            returning = bring_back(number) if engines.may_restart(number) else None
-            left: bool = wait(manager.leave(address, error, returning=returning), name="going on without an engine")
-            if left:
-                count = f"{len(manager.clients)} of {len(addresses)} engines"
-                again = "" if returning is None else f"engine {number} is started again, and "
-                self._report.note(f"{again}the run goes on with {count}, because one ended: {error}")
-            return left
-
-        async def bring_back(number: int) -> None:
-            begun_s = time.monotonic()
-            while engines.may_restart(number):
-                try:
-                    address = await engines.restart(number)
-                    numbers[address] = number
-                    await manager.join([address], serve_current=serve_current)
-                except (MegatronRLError, RayError, TimeoutError) as error:
-                    self._report.note(f"engine {number} could not be started again: {error}")
-                    continue
-                engines.watch(number, goes_on=partial(goes_on, number, address))
-                self._report.note(f"engine {number} is back after {time.monotonic() - begun_s:.0f} s, and gets the current weights")
-                return
-
-        manager.pool.end_failed = end_failed
-        for number, address in enumerate(addresses):
-            engines.watch(number, goes_on=partial(goes_on, number, address))
+        EngineReturns(engines, manager, addresses, wait=wait, note=self._report.note, serve_current=serve_current)
         return addresses
 
     def _open_sync(self, transport: Callable[[Sequence[str]], WeightTransport], ranks: TrainerGroup, manager: RolloutManager) -> WeightSync:

@@ -1,0 +1,72 @@
+"""Engines that die or fail: the run goes on without them, and each is started again on its place."""
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from ray.exceptions import RayError
+
+from megatron_rl.engines.client import EngineClient
+from megatron_rl.engines.engine import EngineAddress
+from megatron_rl.errors import MegatronRLError
+from megatron_rl.rollout.manager import RolloutManager
+from megatron_rl.runtime.engines import EngineGroup
+
+
+class EngineReturns:
+    """Watches `engines` at `addresses`, by number, which are members of the `manager`.
+
+    A failed engine is ended, and a dead one started again, as often as rollout.engine_restarts says.
+    Others leave the run, but the last one's death ends it. `serve_current`: a new engine has the
+    weights from its start. `wait` takes a coroutine and its name.
+    """
+
+    def __init__(
+        self,
+        engines: EngineGroup,
+        manager: RolloutManager,
+        addresses: Sequence[EngineAddress],
+        *,
+        wait: Callable[..., Any],
+        note: Callable[[str], None],
+        serve_current: bool,
+    ) -> None:
+        self._engines, self._manager, self._wait, self._note, self._serve_current = engines, manager, wait, note, serve_current
+        self._numbers = {address: number for number, address in enumerate(addresses)}
+        self._count = len(addresses)
+        manager.pool.end_failed = self._end_failed
+        for number, address in enumerate(addresses):
+            engines.watch(number, goes_on=partial(self._goes_on, number, address))
+
+    def _end_failed(self, client: EngineClient, error: Exception) -> bool:
+        """End an engine that may be started again; return True for such a one."""
+        number = self._numbers[client.address]
+        ends = self._engines.may_restart(number)
+        if ends:
+            self._engines.end(number, str(error))
+        return ends
+
+    def _goes_on(self, number: int, address: EngineAddress, error: Exception) -> bool:
+        """Return True when the run goes on without the dead engine `number`, for now or for good."""
+        returning = self._bring_back(number) if self._engines.may_restart(number) else None
+        left: bool = self._wait(self._manager.leave(address, error, returning=returning), name="going on without an engine")
+        if left:
+            again = "" if returning is None else f"engine {number} is started again, and "
+            count = f"{len(self._manager.clients)} of {self._count} engines"
+            self._note(f"{again}the run goes on with {count}, because one ended: {error}")
+        return left
+
+    async def _bring_back(self, number: int) -> None:
+        begun_s = time.monotonic()
+        while self._engines.may_restart(number):
+            try:
+                address = await self._engines.restart(number)
+                self._numbers[address] = number
+                await self._manager.join([address], serve_current=self._serve_current)
+            except (MegatronRLError, RayError, TimeoutError) as error:
+                self._note(f"engine {number} could not be started again: {error}")
+                continue
+            self._engines.watch(number, goes_on=partial(self._goes_on, number, address))
+            self._note(f"engine {number} is back after {time.monotonic() - begun_s:.0f} s, and gets the current weights")
+            return
