@@ -196,6 +196,7 @@ def compare_teacher(name: str, found: dict[str, int], stage: Any, answer: Any) -
     assert stage.teacher == teacher.weights + teacher.forward, name
 
 
+@pytest.mark.slow
 def test_plan_agrees_with_training(run_ranks: Callable[..., list[Any]], tiny_model: Callable[..., Path]) -> None:
     model = tiny_model(hidden=256, layers=4, vocab=4096, tied=False, num_key_value_heads=4)
     tiny_model(name="teacher", hidden=320, layers=6, vocab=4096, tied=False, num_key_value_heads=4)

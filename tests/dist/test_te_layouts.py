@@ -165,7 +165,8 @@ def check(found: dict[Case, Differences]) -> None:
 
 
 # The newer pair is what tools/setup_env.sh prefers.
-@pytest.mark.parametrize("pair", [NEWEST, pytest.param(OLDEST, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", [NEWEST, OLDEST], ids=str)
 def test_te_trains_as_torch_does(
     run_ranks: Callable[..., list[Any]],
     tiny_model: Callable[..., Path],
@@ -176,6 +177,7 @@ def test_te_trains_as_torch_does(
     check(differences_of(GATE, run_ranks, tiny_model, tmp_path, te_sources(pair)))
 
 
+@pytest.mark.slow
 def test_torch_layers_train_and_resume_on_a_gpu_as_on_a_cpu(
     run_ranks: Callable[..., list[Any]], tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
