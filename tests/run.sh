@@ -62,7 +62,7 @@ under_nccl_rules() (
 # What GPUs run, as far as it runs without one; on a machine with GPUs the first environment has these releases.
 on_gpu_stack() (
     PATH=$PWD/.venv-rehearsal/bin:$PATH
-    marks="not slow and not gpu"
+    marks=${GPU_STACK_MARKS:-not slow and not gpu}
     tests "$@"
 )
 narrowed=no
@@ -91,6 +91,8 @@ if [ "$only_style" = no ] && [ "$rehearsed" = yes ]; then
     section "GPU stack: contract tests" on_gpu_stack tests/contract/test_{sglang,shared_memory,transformer_engine,upstream_surface}.py "$@"
     section "GPU stack: multi-process tests" on_gpu_stack \
         tests/dist/test_{attention,byte_ledger,experts,head_kernels,latent_attention,models,nccl_rules,te_layouts}.py "$@"
+    GPU_STACK_MARKS="not gpu" section "GPU stack: layers of TransformerEngine" on_gpu_stack \
+        tests/dist/test_te_layouts.py -k "(test_te_trains_as_torch_does and 0.19) or on_a_gpu_as_on_a_cpu" "$@"
     section "GPU stack: end-to-end tests" on_gpu_stack tests/e2e/test_{engine,engine_rotary,engine_weights,routing_replay,run}.py "$@"
 fi
 
