@@ -182,7 +182,6 @@ def make_shards(
     max_tokens_per_micro_batch: int,
     seed: int,
     cp: int = 1,
-    attention_length: float = ATTENTION_LENGTH,
 ) -> tuple[Shard, ...]:
     """Divide `batch` over `dp` data-parallel ranks, `optimizer_steps` steps and micro-batches.
 
@@ -213,7 +212,7 @@ def make_shards(
                 num_sequence_tokens=int(batch.lengths[rows][counted].sum()),
             )
         )
-        packed = pack(lengths[rows], num_ranks=dp, max_tokens=max_tokens_per_micro_batch * cp, attention_length=attention_length)
+        packed = pack(lengths[rows], num_ranks=dp, max_tokens=max_tokens_per_micro_batch * cp)
         for rank, micro_batches in enumerate(packed):
             steps[rank].append(tuple(rows[part] for part in micro_batches))
     return tuple(_shard(batch, own, tuple(totals), trainable) for own in steps)

@@ -167,9 +167,7 @@ def check_memory(available: int) -> Check:
 
 def check_space(topic: str, path: Path, *, needed_gib: int, fix: str) -> Check:
     """Check the free space of the file system of `path` or, without one, of its nearest parent."""
-    present = next((folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists()), None)
-    if present is None:
-        return Check(topic, "broken", f"{path} does not exist", fix)
+    present = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
     free = shutil.disk_usage(present).free
     text, lack = f"{sized(free)} free in {present}", f"{needed_gib} GiB are better"
     return _needs(topic, free >= needed_gib * GIB, text, lack=lack, fix=fix, level="note")

@@ -2,23 +2,22 @@
 
 import threading
 import time
-from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
 
 class PeakMemory:
-    """Watch process trees from a background thread and keep the largest sum of memory in `peak_bytes`.
+    """Watch the process `pid` and all descendants from a background thread; keep their largest memory in `peak_bytes`.
 
-    The sum is of proportional set sizes, so that a page shared by processes counts once. A tree is
-    a root and all descendants; detached daemons (Ray's) are further roots. The kernel takes 20 ms
-    per GiB for a sample. The thread takes at most a hundredth of a core, and can miss a peak of a
-    few seconds.
+    The sum is of proportional set sizes, so that a page shared by processes counts once. The kernel
+    takes 20 ms per GiB for a sample. The thread takes at most a hundredth of a core, and can miss a
+    peak of a few seconds.
     """
 
-    def __init__(self, root_pids: Iterable[int], *, interval_s: float = 2.0) -> None:
-        self._roots = set(root_pids)
+    def __init__(self, pid: int, *, interval_s: float = 2.0) -> None:
+        self._pid = pid
         self._interval_s = interval_s
         self.peak_bytes = 0
         self._stop = threading.Event()
@@ -26,7 +25,10 @@ class PeakMemory:
 
     def sample(self) -> int:
         """Measure now, in bytes, and keep the largest sum."""
-        total = sum(_proportional_bytes(process) for process in _trees(self._roots))
+        total = 0
+        with suppress(psutil.NoSuchProcess):
+            root = psutil.Process(self._pid)
+            total = sum(_proportional_bytes(process) for process in (root, *root.children(recursive=True)))
         self.peak_bytes = max(self.peak_bytes, total)
         return total
 
@@ -44,18 +46,6 @@ class PeakMemory:
             self.sample()
             if self._stop.wait(max(self._interval_s, 100 * (time.thread_time() - before_s))):
                 return
-
-
-def _trees(roots: Iterable[int]) -> set[psutil.Process]:
-    """Return the living processes of all trees, each once."""
-    found: set[psutil.Process] = set()
-    for pid in roots:
-        try:
-            root = psutil.Process(pid)
-            found |= {root, *root.children(recursive=True)}
-        except psutil.NoSuchProcess:
-            continue
-    return found
 
 
 def _proportional_bytes(process: psutil.Process) -> int:

@@ -6,95 +6,70 @@ changes nothing, and a mean is never taken of means.
 
 import difflib
 import math
+import operator
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TypeVar
+from typing import ClassVar, Self
 
-Other = TypeVar("Other", bound="Metric")
+import numpy as np
 
 
-class Metric(ABC):
-    """A share of a number together with the rule that reduces shares to the number."""
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A share of a number, together with the rule that reduces two shares to one, field by field."""
 
-    __slots__ = ()
+    number: float
+    rule: ClassVar[Callable[..., float]]
 
     @property
-    @abstractmethod
     def value(self) -> float:
         """Return the number, NaN without a measurement."""
+        return self.number
 
-    @abstractmethod
-    def _combine(self: Other, other: Other) -> Other:
-        """Return the union of both shares; `other` has the same type."""
-
-    def merge(self: Other, other: "Metric") -> Other:
+    def merge(self, other: "Metric") -> Self:
         """Return the union of both shares. Raises TypeError for different reductions."""
         if type(other) is not type(self):
             raise TypeError(f"cannot merge the reductions {type(self).__name__} and {type(other).__name__} of one metric")
-        return self._combine(other)
+        return type(self)(*(self.rule(getattr(self, name), getattr(other, name)) for name in self.__match_args__))
 
 
 @dataclass(frozen=True, slots=True)
 class Mean(Metric):
-    """The weighted mean sum / weight. A weight of 0 means no measurement."""
+    """The weighted mean number / weight. A weight of 0 means no measurement."""
 
-    sum: float
     weight: float
+    rule = operator.add
 
     @property
     def value(self) -> float:
-        """Return sum / weight."""
-        return self.sum / self.weight if self.weight else math.nan
-
-    def _combine(self, other: "Mean") -> "Mean":
-        return Mean(self.sum + other.sum, self.weight + other.weight)
+        """Return number / weight."""
+        return self.number / self.weight if self.weight else math.nan
 
 
-@dataclass(frozen=True, slots=True)
-class _Single(Metric):
-    """A share of a single number."""
-
-    number: float
-
-    @property
-    def value(self) -> float:
-        """Return the number."""
-        return self.number
-
-
-@dataclass(frozen=True, slots=True)
-class Sum(_Single):
+class Sum(Metric):
     """A total."""
 
-    def _combine(self, other: "Sum") -> "Sum":
-        return Sum(self.number + other.number)
+    rule = operator.add
 
 
-@dataclass(frozen=True, slots=True)
-class Max(_Single):
+class Max(Metric):
     """The largest; NaN wins."""
 
-    def _combine(self, other: "Max") -> "Max":
-        return other if math.isnan(other.number) or other.number > self.number else self
+    rule = np.maximum
 
 
-@dataclass(frozen=True, slots=True)
-class Min(_Single):
+class Min(Metric):
     """The smallest; NaN wins."""
 
-    def _combine(self, other: "Min") -> "Min":
-        return other if math.isnan(other.number) or other.number < self.number else self
+    rule = np.minimum
 
 
-@dataclass(frozen=True, slots=True)
-class Last(_Single):
+class Last(Metric):
     """The newest number, the argument of a merge; equal on all ranks, as a learning rate is."""
 
-    def _combine(self, other: "Last") -> "Last":
-        return other
+    rule = staticmethod(lambda _, newest: newest)
 
 
 def merge_metrics(shares: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:

@@ -93,14 +93,10 @@ def prepare() -> None:
     prepare_megatron(local_device())
 
 
-def _main() -> None:
-    prepare()
-    jobs: list[Job] = pickle.loads(sys.stdin.buffer.read())
-    Path(sys.argv[1]).write_bytes(pickle.dumps([answer(job) for job in jobs]))
-
-
 if __name__ == "__main__":
     # The pickled types name this module, not __main__.
     from megatron_rl.planning import measurement
 
-    measurement._main()
+    measurement.prepare()
+    asked: list[Job] = pickle.loads(sys.stdin.buffer.read())
+    Path(sys.argv[1]).write_bytes(pickle.dumps([measurement.answer(job) for job in asked]))

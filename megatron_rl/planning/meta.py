@@ -87,13 +87,13 @@ class MetaTensors(TorchFunctionMode):
     def __init__(self, *, fused: bool) -> None:
         super().__init__()
         self._replaced: dict[Callable[..., Any], Callable[..., Any]] = {
-            F.scaled_dot_product_attention: fused_attention,
-            _BASE.masked_select: masked_select,
-            torch.masked_select: masked_select,
+            F.scaled_dot_product_attention: lambda query, key, value, *mask, **options: _Attention.apply(query, key, value),
+            _BASE.masked_select: _masked_select,
+            torch.masked_select: _masked_select,
             distributed.all_to_all_single: _all_to_all_single,
         }
         if fused:
-            self._replaced[F.rms_norm] = fused_rms_norm
+            self._replaced[F.rms_norm] = lambda rows, shape, weight=None, eps=None: _RmsNorm.apply(rows, weight)
         self._handlers: tuple[tuple[frozenset[Any], Callable[..., Any]], ...] = (
             (frozenset(self._replaced), lambda func, args, kwargs: self._replaced[func](*args, **kwargs)),
             (_FACTORIES, _make),
@@ -186,31 +186,13 @@ def _move(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 # Legend: S sequences, H query heads, G key-value heads, C queries, K keys, D channels of a query, E of a value.
 
 
-def fused_attention(query: Tensor, key: Tensor, value: Tensor, *mask: Any, **options: Any) -> Tensor:
-    """Keep flash attention's tensors of query [S, H, C, D], key [S, G, K, D], value [S, G, K, E].
-
-    Kept are the inputs, the output [S, H, C, E] and a logarithm for each query in fp32, but no
-    scores.
-    """
-    output: Tensor = _Attention.apply(query, key, value)
-    return output
-
-
-def fused_rms_norm(input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    """Keep a fused norm's tensors: `input` of any shape, weight, and one fp32 number for each row."""
-    output: Tensor = _RmsNorm.apply(input, weight)
-    return output
-
-
-def masked_select(values: Tensor, mask: Tensor) -> Tensor:
-    """Return as many of `values`, of any shape, as a real `mask` of the same shape selects, [N]."""
-    if not values.is_meta:
-        return torch.masked_select(values, mask)
-    output: Tensor = _MaskedSelect.apply(values, mask)
-    return output
+def _masked_select(values: Tensor, mask: Tensor) -> Any:
+    return _MaskedSelect.apply(values, mask) if values.is_meta else torch.masked_select(values, mask)
 
 
 class _MaskedSelect(torch.autograd.Function):
+    """As many of the values, of any shape, as a real mask of the same shape selects, [N]."""
+
     @staticmethod
     def forward(ctx: Any, values: Tensor, mask: Tensor) -> Tensor:
         ctx.save_for_backward(values, mask)
@@ -222,6 +204,12 @@ class _MaskedSelect(torch.autograd.Function):
 
 
 class _Attention(torch.autograd.Function):
+    """Flash attention of query [S, H, C, D], key [S, G, K, D], value [S, G, K, E].
+
+    Kept are the inputs, the output [S, H, C, E] and a logarithm for each query in fp32, but no
+    scores.
+    """
+
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         output = query.new_empty(*query.shape[:-1], value.shape[-1]).transpose(1, 2).contiguous().transpose(1, 2)
@@ -234,6 +222,8 @@ class _Attention(torch.autograd.Function):
 
 
 class _RmsNorm(torch.autograd.Function):
+    """A fused norm, which keeps rows of any shape, the weight, and one fp32 number for each row."""
+
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor | None) -> Tensor:
         saved = [rows, rows.new_empty(rows.shape[:-1], dtype=torch.float32)]

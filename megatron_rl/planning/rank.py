@@ -61,14 +61,11 @@ class ChunkMemory:
 class RankMemory:
     """One rank's bytes, for the policy or a critic.
 
-    `num_parameters` are on this rank, `stage_parameters` on all tensor- and expert-parallel ranks
-    of its stage together. `reference` is a copy of the parameters and `away` everything that the
-    rank can put away, both in page-locked host memory. `update` is the optimizer step's temporary
-    need.
+    `reference` is a copy of the parameters and `away` everything that the rank can put away, both
+    in page-locked host memory. `update` is the optimizer step's temporary need.
     """
 
     num_parameters: int
-    stage_parameters: int
     parameters: int
     gradients: int
     optimizer: int
@@ -183,7 +180,6 @@ def _measure_rank(job: Job, topology: Topology, batch: TrainBatch, *, critic: bo
         update = _update(model, tracker, fused=job.fused)
     return RankMemory(
         num_parameters=sum(parameter.numel() for parameter in parameters),
-        stage_parameters=sum(_in_stage(parameter, topology) for parameter in parameters),
         parameters=memory.num_bytes("parameters"),
         gradients=memory.num_bytes("gradients"),
         optimizer=memory.num_bytes("optimizer"),
@@ -229,15 +225,6 @@ def _micro_batch(batch: TrainBatch, topology: Topology, place: Place, *, on: tor
     micro_batch = make_micro_batch(batch, np.arange(batch.num_sequences), topology=topology, place=place, device=on)
     assert micro_batch.packed.plan, "made now, so that its index arrays are not counted as activations of the first layer"
     return dataclasses.replace(micro_batch, targets=torch.zeros(len(micro_batch.positions), dtype=torch.int64))
-
-
-def _in_stage(parameter: Tensor, topology: Topology) -> int:
-    """Return the size of a parameter over all ranks of a stage, which hold its parts or other experts."""
-    marks = vars(parameter)
-    expert = not marks.get("allreduce", True)
-    split = bool(marks.get("tensor_model_parallel", False))
-    width = topology.etp if expert else topology.tp
-    return parameter.numel() * (width if split else 1) * (topology.ep if expert else 1)
 
 
 def _balance_experts(chunks: Sequence[torch.nn.Module], *, fused: bool) -> int:

@@ -24,18 +24,16 @@ class Collective:
 class StageMemory:
     """Memory of the first, and fullest, rank of one pipeline stage.
 
-    `num_parameters` are on this rank, `stage_parameters` on all tensor- and expert-parallel ranks
-    of the stage. `gradients` are DDP's buffers, `optimizer` main weights and moments, `activations`
-    of the `in_flight` micro-batches, `logits` the peak of the language model head and its
-    statistics (last stage), `working` the temporary need of a layer's backward or the optimizer
-    step, `reserved` the CUDA context, NCCL's buffers and fragmentation. `teacher` are the weights
-    and the forward pass of a teacher, asked before there are activations. `host` is main memory.
+    `gradients` are DDP's buffers, `optimizer` main weights and moments, `activations` of the
+    `in_flight` micro-batches, `logits` the peak of the language model head and its statistics (last
+    stage), `working` the temporary need of a layer's backward or the optimizer step, `reserved` the
+    CUDA context, NCCL's buffers and fragmentation. `teacher` are the weights and the forward pass
+    of a teacher, asked before there are activations. `host` is main memory.
     """
 
     stage: int
     num_layers: int
     num_parameters: int
-    stage_parameters: int
     in_flight: float
     parameters: int
     gradients: int

@@ -191,7 +191,6 @@ def stage_memories(
                 stage=number,
                 num_layers=policy.num_layers,
                 num_parameters=policy.num_parameters,
-                stage_parameters=policy.stage_parameters,
                 in_flight=in_flight,
                 parameters=sum(model.parameters for model in models),
                 gradients=sum(model.gradients for model in models),

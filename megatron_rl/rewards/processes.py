@@ -1,7 +1,6 @@
 """Worker processes that end with all descendants: on a time limit, with the run, after a kill."""
 
 import contextlib
-import ctypes
 import multiprocessing
 import os
 import signal
@@ -12,11 +11,10 @@ from multiprocessing.connection import wait
 from multiprocessing.context import SpawnContext, SpawnProcess
 from multiprocessing.util import Finalize
 from pathlib import Path
-from types import FrameType
 
 import psutil
 
-PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h
+from megatron_rl.system.leftovers import adopt_orphans
 
 
 class WorkerProcess(SpawnProcess):
@@ -74,11 +72,11 @@ def lead_session(log_path: Path | None) -> None:
     os.setsid()
     # A daemon made by the reward function becomes a child of this worker, not of init, and ends
     # with the worker.
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    adopt_orphans()
     # The driver finishes the step first when a signal is sent to every process of a job. Processes
     # started by a worker have no such handler.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, _go_on)
+        signal.signal(number, lambda *_: None)
     # Both, because an idle worker ends by itself when the parent is gone, and a busy one does not.
     Finalize(None, _end_session, exitpriority=10)
     threading.Thread(target=_follow_parent, daemon=True, name="follow-parent").start()
@@ -91,10 +89,6 @@ def lead_session(log_path: Path | None) -> None:
         # A killed worker has no chance to flush.
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     os.close(log)
-
-
-def _go_on(number: int, frame: FrameType | None) -> None:
-    """Ignore a signal."""
 
 
 def _follow_parent() -> None:

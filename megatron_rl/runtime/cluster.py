@@ -100,14 +100,21 @@ def reserve(
     nodes = usable_nodes(slots, cluster, unit=needs.unit)
     placement = place(needs, nodes=nodes)
     # One bundle for all processes of a node: nothing else could keep groups of ranks together, whatever order Ray fills nodes in.
-    group = placement_group([_bundle(placement, node) for node in range(len(placement.nodes))], strategy="STRICT_SPREAD")
+    on_gpus = needs.unit == "GPU"
+    bundles = [
+        {"CPU": share.processes if on_gpus else share.slots} | ({"GPU": share.slots} if on_gpus else {}) for share in placement.nodes
+    ]
+    group = placement_group(bundles, strategy="STRICT_SPREAD")
     if not group.wait(timeout_seconds=timeout_s):
         raise DeadlineError(
             f"Ray could not reserve {' + '.join(str(share.slots) for share in placement.nodes)} {needs.unit}s, each number on a node "
             f"of its own, within {timeout_s:.0f} s, although the cluster has {count_slots(nodes, needs.unit)}; another job holds some "
             f"of them: stop it, or wait for it"
         )
-    return Reservation(placement, group, match_bundles(placement, _bundle_addresses(group)), device_kind, variables or {})
+    address = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    node_ids = placement_group_table(group)["bundles_to_node_id"]
+    addresses = [(address[node_ids[bundle]], node_ids[bundle]) for bundle in range(len(bundles))]
+    return Reservation(placement, group, match_bundles(placement, addresses), device_kind, variables or {})
 
 
 def usable_nodes(slots: list[int], cluster: ClusterSettings, *, unit: str) -> list[int]:
@@ -129,17 +136,3 @@ def usable_nodes(slots: list[int], cluster: ClusterSettings, *, unit: str) -> li
             f"start Ray on {cluster.num_nodes - len(largest_first)} more, or lower runtime.cluster.num_nodes"
         )
     return largest_first[: cluster.num_nodes]
-
-
-def _bundle(placement: Placement, node: int) -> dict[str, float]:
-    share = placement.nodes[node]
-    if placement.needs.unit == "CPU":
-        return {"CPU": float(share.slots)}
-    return {"CPU": float(share.processes), "GPU": float(share.slots)}
-
-
-def _bundle_addresses(group: PlacementGroup) -> list[tuple[str, str]]:
-    """(IP address, node id) of every bundle, in order."""
-    address = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-    nodes = placement_group_table(group)["bundles_to_node_id"]
-    return [(address[nodes[bundle]], nodes[bundle]) for bundle in range(len(nodes))]

@@ -76,14 +76,10 @@ class Placement:
     needs: Needs
     nodes: tuple[NodeShare, ...]
 
-    def nodes_of_block(self, first: int, size: int) -> range:
-        """Return the nodes of the consecutive ranks from `first`."""
-        touched = [number for number, share in enumerate(self.nodes) if share.ranks and _overlap(share.ranks, range(first, first + size))]
-        return range(touched[0], touched[-1] + 1)
-
     def spans(self, size: int) -> Counter[int]:
         """Count the blocks of `size` consecutive ranks by the number of nodes on which they lie."""
-        return Counter(len(self.nodes_of_block(first, size)) for first in range(0, self.needs.num_ranks, size))
+        node_of = [number for number, share in enumerate(self.nodes) for _ in share.ranks]
+        return Counter(len(set(node_of[first : first + size])) for first in range(0, len(node_of), size))
 
     def node_of_engine(self, engine: int) -> int:
         """Return the node of engine number `engine`."""
@@ -155,10 +151,6 @@ def _natural(address: tuple[str, str]) -> tuple[list[tuple[int, str]], str]:
     """Return a sort key with 10.0.0.9 and node9 before 10.0.0.10 and node10."""
     parts = re.findall(r"\d+|\D+", address[0])
     return [(int(part), "") if part.isdigit() else (-1, part) for part in parts], address[1]
-
-
-def _overlap(one: range, other: range) -> bool:
-    return max(one.start, other.start) < min(one.stop, other.stop)
 
 
 def _check_room(needs: Needs, nodes: Sequence[int]) -> None:

@@ -52,16 +52,23 @@ def check(path: str, kind: PluginKind, args: Mapping[str, Any] = NO_ARGS, *, mod
         yield Check("it can be imported and called with its arguments", "broken", str(error))
         return
     yield Check("it can be imported and called with its arguments")
-    takes_model = {"rollout": _rollout_attempts, "environment": _environment_attempts}
-    attempts = takes_model[kind](path, args, model) if kind in takes_model else _ATTEMPTS[kind](path, args)
-    for promise, attempt in attempts:
+    takes_model = {"rollout": _try_rollout, "environment": _try_environment}
+    attempts = takes_model[kind](path, args, model) if kind in takes_model else _TRIALS[kind](path, args)
+    promise = None
+    while True:
         try:
             with without_exits(f"{KINDS[kind].setting} {path}", doing="being tried"):
-                attempt()
+                following = next(attempts, None)
         except UserError as error:
+            if promise is None:
+                raise
             yield Check(promise, "broken", str(error))
             return
-        yield Check(promise)
+        if promise is not None:
+            yield Check(promise)
+        if following is None:
+            return
+        promise = following
 
 
 def require(path: str, kind: PluginKind, args: Mapping[str, Any]) -> None:
@@ -71,31 +78,25 @@ def require(path: str, kind: PluginKind, args: Mapping[str, Any]) -> None:
             raise UserError(found.text)
 
 
-Attempts = Iterator[tuple[str, Callable[[], None]]]
-"""Promises in words, each with a function that raises UserError for a broken promise."""
+Attempts = Iterator[str]
+"""Promises in words. What follows each one tries it, and raises UserError where it is broken."""
 
 
-def _reward_attempts(path: str, args: Mapping[str, Any]) -> Attempts:
+def _try_reward(path: str, args: Mapping[str, Any]) -> Attempts:
     prompt = Prompt(id="contract", token_ids=np.array([1]), text="2+2=", label="4")
     with RewardRunner(RewardSettings(function=path, args=dict(args))) as runner:
-        first: list[Reward] = []
-
-        def every_response() -> None:
-            runner.probe(prompt)
-            first.extend(score_all(runner, prompt))
-            for response, reward in zip(RESPONSES, first, strict=True):
-                if reward.outcome is not RewardOutcome.SCORED:
-                    raise UserError(f"reward.function {path} gave no reward for the response {response[:40]!r}: {reward.message}")
-
-        def same_again() -> None:
-            for response, one, other in zip(RESPONSES, first, score_all(runner, prompt), strict=True):
-                if one.value != other.value:
-                    raise UserError(
-                        f"reward.function {path} gave {one.value} and then {other.value} for the response {response[:40]!r}, needs the same"
-                    )
-
-        yield "any response gets a finite reward", every_response
-        yield "the same response gets the same reward again", same_again
+        yield "any response gets a finite reward"
+        runner.probe(prompt)
+        first = score_all(runner, prompt)
+        for response, reward in zip(RESPONSES, first, strict=True):
+            if reward.outcome is not RewardOutcome.SCORED:
+                raise UserError(f"reward.function {path} gave no reward for the response {response[:40]!r}: {reward.message}")
+        yield "the same response gets the same reward again"
+        for response, one, other in zip(RESPONSES, first, score_all(runner, prompt), strict=True):
+            if one.value != other.value:
+                raise UserError(
+                    f"reward.function {path} gave {one.value} and then {other.value} for the response {response[:40]!r}, needs the same"
+                )
 
 
 def score_all(runner: RewardRunner, prompt: Prompt) -> list[Reward]:
@@ -107,9 +108,9 @@ def score_all(runner: RewardRunner, prompt: Prompt) -> list[Reward]:
     return asyncio.run(work())
 
 
-def _environment_attempts(path: str, args: Mapping[str, Any], model: Path | None) -> Attempts:
+def _try_environment(path: str, args: Mapping[str, Any], model: Path | None) -> Attempts:
     prompt = Prompt(id="contract", token_ids=np.array([1]), text="2+2=", label="4")
-    calls = [{"id": "call_0", "type": "function", "function": {"name": "no_such_tool", "arguments": {}}}]
+    call = {"id": "call_0", "type": "function", "function": {"name": "no_such_tool", "arguments": {}}}
 
     def answers(*messages: Message) -> None:
         async def work() -> None:
@@ -125,20 +126,16 @@ def _environment_attempts(path: str, args: Mapping[str, Any], model: Path | None
             raise UserError(f"rollout.environment {path} has not answered after {PLUGIN_PROBE_S:.0f} s; look what it waits for") from error
 
     with Environments(path, args) as environments:
-        each = [call | {"function": {"name": tool["name"], "arguments": {}}} for tool in environments.tools for call in calls]
-        yield "it begins with a prompt and answers a message", lambda: answers({"role": "assistant", "content": "4"})
-        yield (
-            "a call that no tool takes gets an answer",
-            lambda: answers(
-                {"role": "assistant", "content": "", "tool_calls": calls},
-                *({"role": "assistant", "content": "", "tool_calls": [call]} for call in each),
-            ),
-        )
+        calls = [call, *(call | {"function": {"name": tool["name"], "arguments": {}}} for tool in environments.tools)]
+        yield "it begins with a prompt and answers a message"
+        answers({"role": "assistant", "content": "4"})
+        yield "a call that no tool takes gets an answer"
+        answers(*({"role": "assistant", "content": "", "tool_calls": [each]} for each in calls))
     if model is not None:
         yield from _rollout_promises(RolloutSettings(environment=path, args=dict(args)), model)
 
 
-def _rollout_attempts(path: str, args: Mapping[str, Any], model: Path | None) -> Attempts:
+def _try_rollout(path: str, args: Mapping[str, Any], model: Path | None) -> Attempts:
     if not is_agent(path):
         yield from _rollout_promises(RolloutSettings(function=path, args=dict(args)), model)
     elif model is not None:
@@ -148,41 +145,42 @@ def _rollout_attempts(path: str, args: Mapping[str, Any], model: Path | None) ->
 def _rollout_promises(settings: RolloutSettings, model: Path | None) -> Attempts:
     tokenizer, kind = (None, None) if model is None else (load_tokenizer(model), model_type(model))
     trial = RolloutTrial(settings, tokenizer=tokenizer, model_type=kind)
-    yield "one prompt becomes as many trajectories as are asked for", trial.run
-    yield "what is trained on is what the engine made, with its log-prob and version", trial.check_trained
-    yield "what is trained on stands behind the tokens that the engine saw", trial.check_seen
-    yield "what no engine made is masked and has version -1", trial.check_masked
-    yield "experts come along for every token before the last that was made", trial.check_experts
+    yield "one prompt becomes as many trajectories as are asked for"
+    trial.run()
+    yield "what is trained on is what the engine made, with its log-prob and version"
+    trial.check_trained()
+    yield "what is trained on stands behind the tokens that the engine saw"
+    trial.check_seen()
+    yield "what no engine made is masked and has version -1"
+    trial.check_masked()
+    yield "experts come along for every token before the last that was made"
+    trial.check_experts()
 
 
-def _advantage_attempts(path: str, args: Mapping[str, Any]) -> Attempts:
+def _try_advantage(path: str, args: Mapping[str, Any]) -> Attempts:
     estimator = PlugInAdvantage(path=path, args=dict(args)).loaded(load)
     rewards = torch.tensor([1.0, 0.0, 0.25, 5.0, -3.0, 2.0, 7.0], dtype=torch.float64)
     group_ids, lengths = torch.tensor([0, 0, 0, 1, 1, 1, 2]), torch.tensor([3, 5, 2, 4, 9, 1, 6])
 
-    def one_each() -> None:
-        for given in (rewards, torch.ones(7, dtype=torch.float64)):
-            _advantages(given, torch.arange(7))
-        for group in range(3):
-            _advantages(rewards, torch.nonzero(group_ids == group).flatten())
-
-    def _advantages(given: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    def advantages(given: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
         return group_advantages(estimator, rewards=given[order], group_ids=group_ids[order], lengths=lengths[order])
 
-    def any_order() -> None:
-        order = torch.tensor([6, 3, 0, 4, 1, 5, 2])
-        sorted_ones, mixed = _advantages(rewards, torch.arange(7))[order], _advantages(rewards, order)
-        if not torch.allclose(sorted_ones, mixed, rtol=1e-9, atol=1e-12):
-            raise UserError(
-                f"objective.advantage {path} returned {mixed.tolist()} for samples in another order, needs "
-                f"{sorted_ones.tolist()}; find the samples of a prompt by group_ids"
-            )
+    yield "every sample gets a finite float64 advantage, also in groups of equal rewards or of one"
+    for given in (rewards, torch.ones(7, dtype=torch.float64)):
+        advantages(given, torch.arange(7))
+    for group in range(3):
+        advantages(rewards, torch.nonzero(group_ids == group).flatten())
+    yield "the order of the samples does not matter"
+    order = torch.tensor([6, 3, 0, 4, 1, 5, 2])
+    sorted_ones, mixed = advantages(rewards, torch.arange(7))[order], advantages(rewards, order)
+    if not torch.allclose(sorted_ones, mixed, rtol=1e-9, atol=1e-12):
+        raise UserError(
+            f"objective.advantage {path} returned {mixed.tolist()} for samples in another order, needs "
+            f"{sorted_ones.tolist()}; find the samples of a prompt by group_ids"
+        )
 
-    yield "every sample gets a finite float64 advantage, also in groups of equal rewards or of one", one_each
-    yield "the order of the samples does not matter", any_order
 
-
-def _policy_loss_attempts(path: str, args: Mapping[str, Any]) -> Attempts:
+def _try_policy_loss(path: str, args: Mapping[str, Any]) -> Attempts:
     loss = PlugInLoss(path=path, args=dict(args)).loaded(load, Objective())
 
     def loss_of(advantages: Sequence[float]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -197,28 +195,24 @@ def _policy_loss_attempts(path: str, args: Mapping[str, Any]) -> Attempts:
         )  # fmt: skip
         return loss.losses(terms).losses, log_probs
 
-    def losses() -> None:
-        for advantages in ((1.0, 1.0, 1.0, -2.0, -2.0), (0.0,) * 5):
-            made, _ = loss_of(advantages)
-            if not made.isfinite().all():
-                raise UserError(f"objective.policy_loss {path} returned losses {made.tolist()}, needs finite numbers")
-
-    def gradient() -> None:
-        made, log_probs = loss_of((1.0, 1.0, 1.0, -2.0, -2.0))
-        if not made.requires_grad:
-            raise UserError(f"objective.policy_loss {path} returned losses without a gradient, needs one with respect to terms.log_probs")
-        (slope,) = torch.autograd.grad(made.sum(), log_probs)
-        if not slope.isfinite().all() or not slope.any():
-            raise UserError(
-                f"objective.policy_loss {path} returned losses whose gradient with respect to terms.log_probs is {slope.tolist()}, needs "
-                "finite numbers other than 0"
-            )
-
-    yield "every token gets a finite loss", losses
-    yield "the losses have a gradient with respect to the log-probs", gradient
+    yield "every token gets a finite loss"
+    for advantages in ((1.0, 1.0, 1.0, -2.0, -2.0), (0.0,) * 5):
+        made, _ = loss_of(advantages)
+        if not made.isfinite().all():
+            raise UserError(f"objective.policy_loss {path} returned losses {made.tolist()}, needs finite numbers")
+    yield "the losses have a gradient with respect to the log-probs"
+    made, log_probs = loss_of((1.0, 1.0, 1.0, -2.0, -2.0))
+    if not made.requires_grad:
+        raise UserError(f"objective.policy_loss {path} returned losses without a gradient, needs one with respect to terms.log_probs")
+    (slope,) = torch.autograd.grad(made.sum(), log_probs)
+    if not slope.isfinite().all() or not slope.any():
+        raise UserError(
+            f"objective.policy_loss {path} returned losses whose gradient with respect to terms.log_probs is {slope.tolist()}, needs "
+            "finite numbers other than 0"
+        )
 
 
-def _data_source_attempts(path: str, args: Mapping[str, Any]) -> Attempts:
+def _try_data_source(path: str, args: Mapping[str, Any]) -> Attempts:
     settings = DataSettings(source=path, args=dict(args))
 
     def opened() -> OwnRows:
@@ -227,49 +221,34 @@ def _data_source_attempts(path: str, args: Mapping[str, Any]) -> Attempts:
     def taken(source: OwnRows, *counts: int) -> list[Row]:
         return [row for count in counts for _, row in source.take(count)]
 
-    expected: list[Row] = []
-
-    def rows() -> None:
-        expected.extend(taken(opened(), NUM_PROBE_ROWS))
-
     def same(got: Sequence[Row], what: str, fix: str) -> None:
         for number, (row, other) in enumerate(zip(got, expected, strict=True)):
             if row != other:
                 raise UserError(f"data.source {path} gave row {number} as {row.prompt!r:.60} {what}, was {other.prompt!r:.60}; {fix}")
 
-    def same_seed() -> None:
-        same(taken(opened(), NUM_PROBE_ROWS), "with the same seed", "draw from numpy.random.default_rng(seed)")
-
-    def any_count() -> None:
-        same(taken(opened(), 1, 3, NUM_PROBE_ROWS - 4), "when fewer are asked for at once", "let a row follow from its number")
-
-    def resumed() -> None:
-        source, other = opened(), opened()
-        before = taken(source, 3)
-        other.restore(json.loads(json.dumps(source.state())))
-        same([*before, *taken(other, NUM_PROBE_ROWS - 3)], "after state and restore", "keep in state all that rows follow from")
-
-    yield "rows can be used as the lines of a data file are", rows
-    yield "the same seed gives the same rows", same_seed
-    yield "the rows do not depend on how many are asked for at once", any_count
-    yield "it goes on from its state, which JSON can hold", resumed
+    yield "rows can be used as the lines of a data file are"
+    expected = taken(opened(), NUM_PROBE_ROWS)
+    yield "the same seed gives the same rows"
+    same(taken(opened(), NUM_PROBE_ROWS), "with the same seed", "draw from numpy.random.default_rng(seed)")
+    yield "the rows do not depend on how many are asked for at once"
+    same(taken(opened(), 1, 3, NUM_PROBE_ROWS - 4), "when fewer are asked for at once", "let a row follow from its number")
+    yield "it goes on from its state, which JSON can hold"
+    source, other = opened(), opened()
+    before = taken(source, 3)
+    other.restore(json.loads(json.dumps(source.state())))
+    same([*before, *taken(other, NUM_PROBE_ROWS - 3)], "after state and restore", "keep in state all that rows follow from")
 
 
-def _filter_attempts(path: str, args: Mapping[str, Any]) -> Attempts:
+def _try_filter(path: str, args: Mapping[str, Any]) -> Attempts:
     keep = load_filter(FilterSettings(function=path, args=dict(args)))
-
-    def every_group() -> None:
-        for rewards in PROBE_REWARDS:
-            keep(_probe_group(rewards))
-
-    def same_again() -> None:
-        for rewards in PROBE_REWARDS:
-            answers = keep(_probe_group(rewards)), keep(_probe_group(rewards))
-            if answers[0] != answers[1]:
-                raise UserError(f"rollout.filter.function {path} returned {answers[0]!r} and then {answers[1]!r} for equal groups")
-
-    yield "any group gets None or a reason", every_group
-    yield "the same group gets the same answer again", same_again
+    yield "any group gets None or a reason"
+    for rewards in PROBE_REWARDS:
+        keep(_probe_group(rewards))
+    yield "the same group gets the same answer again"
+    for rewards in PROBE_REWARDS:
+        answers = keep(_probe_group(rewards)), keep(_probe_group(rewards))
+        if answers[0] != answers[1]:
+            raise UserError(f"rollout.filter.function {path} returned {answers[0]!r} and then {answers[1]!r} for equal groups")
 
 
 def _probe_group(rewards: Sequence[float | None]) -> Group:
@@ -282,10 +261,10 @@ def _probe_group(rewards: Sequence[float | None]) -> Group:
     return Group(id=prompt.id, prompt=prompt, samples=tuple(samples))
 
 
-_ATTEMPTS: Mapping[PluginKind, Callable[[str, Mapping[str, Any]], Attempts]] = MappingProxyType({
-    "reward": _reward_attempts,
-    "filter": _filter_attempts,
-    "advantage": _advantage_attempts,
-    "policy_loss": _policy_loss_attempts,
-    "data_source": _data_source_attempts,
+_TRIALS: Mapping[PluginKind, Callable[[str, Mapping[str, Any]], Attempts]] = MappingProxyType({
+    "reward": _try_reward,
+    "filter": _try_filter,
+    "advantage": _try_advantage,
+    "policy_loss": _try_policy_loss,
+    "data_source": _try_data_source,
 })  # fmt: skip

@@ -27,7 +27,6 @@ from megatron_rl.config.settings import (
     RolloutSettings,
     RunSettings,
     RuntimeSettings,
-    SamplingSettings,
     Settings,
     TopologySettings,
     TrainingSettings,
@@ -99,7 +98,7 @@ def preflight(settings: Settings, *, resume: bool = False, probe: bool = True) -
         partial(_check_teacher, model),
         partial(check_installed, settings.observe),
         partial(check_interface, runtime),
-        partial(_check_tokenizer, model.path),
+        lambda: check_ends(load_tokenizer(model.path), model.path),
         partial(_check_held_out, data),
     ]
     if data.source is not None:
@@ -156,7 +155,8 @@ def _config_checks(settings: Settings, target: Target) -> Checks:
     if not settings.supervised:
         path, directory = settings.model.path, settings.run.directory
         checks.append(partial(_check_rollout, rollout, path, directory=directory, replays=training.routing_replay))
-        checks.append(partial(_check_tokens, path, prompt=settings.data.max_prompt_tokens, sampling=rollout.sampling))
+        prompt, sampling = settings.data.max_prompt_tokens, rollout.sampling
+        checks.append(lambda: check_tokens(read_model_spec(path), path=path, max_prompt_tokens=prompt, sampling=sampling))
     return checks
 
 
@@ -205,10 +205,6 @@ def _check_model(model: ModelSettings, training: TrainingSettings, target: Targe
         teacher_config(model, training.topology, teacher, dtype=dtype, attention=attention)
 
 
-def _check_tokens(model: Path, *, prompt: int, sampling: SamplingSettings) -> None:
-    check_tokens(read_model_spec(model), path=model, max_prompt_tokens=prompt, sampling=sampling)
-
-
 def _check_teacher(model: ModelSettings) -> list[str]:
     teacher = model.teacher
     # Another check reports a missing directory.
@@ -243,10 +239,6 @@ def _check_optimizer(training: TrainingSettings, dtype: torch.dtype, *, has_crit
         if "lr" not in training.critic.optimizer:
             notes.append(f"training.critic.optimizer.lr is not set: the critic's learning rate is {fields['lr']:g}, 10 times the policy's")
     return notes
-
-
-def _check_tokenizer(model: Path) -> None:
-    check_ends(load_tokenizer(model), model)
 
 
 def _check_held_out(data: DataSettings) -> list[str]:

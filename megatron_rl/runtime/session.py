@@ -55,7 +55,7 @@ def train(settings: Settings, *, resume: bool, weights_only: bool = False) -> No
     with ExitStack() as stack:
         columns = _columns(supervised=settings.supervised, keeps_reference=settings.training.keeps_reference(settings.objective))
         console = stack.enter_context(RunConsole(settings.run.num_steps, columns=columns))
-        memory = stack.enter_context(PeakMemory([os.getpid()]))
+        memory = stack.enter_context(PeakMemory(os.getpid()))
         with _announcing_failure(console, directory):
             _clean_up(console)
             report = StartReport(console, timer)

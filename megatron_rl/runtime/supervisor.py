@@ -15,8 +15,9 @@ import subprocess
 import sys
 from collections.abc import Collection
 from contextlib import suppress
-from pathlib import Path
 from typing import NoReturn
+
+import psutil
 
 from megatron_rl.errors import UserError
 from megatron_rl.runtime.grace import ENDING, PASSED_ON
@@ -121,25 +122,12 @@ def _reap(command: int) -> int | None:
 def _kill_all() -> None:
     """Kill and reap every process below this one. Orphans of killed processes become children here."""
     while True:
-        for child in _children():
-            os.kill(child, signal.SIGKILL)
+        for child in psutil.Process().children():
+            child.kill()
         try:
             os.waitpid(-1, 0)
         except ChildProcessError:
             return
-
-
-def _children() -> list[int]:
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            # The name of the program, in parentheses, may hold anything.
-            parent = int(path.read_text(errors="replace").rpartition(")")[2].split()[1])
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if parent == os.getpid():
-            found.append(int(path.parent.name))
-    return found
 
 
 def _exit_status(status: int) -> int:

@@ -148,11 +148,6 @@ class TrainerGroup:
         timeout_s = start_deadline_s(self._settings.model)
         self._dp_ranks = self._watchdog.wait(refs, name="starting the Megatron ranks", owner=OWNER, timeout_s=timeout_s)
 
-    @property
-    def dp(self) -> int:
-        """Data-parallel size."""
-        return max(self._dp_ranks) + 1
-
     def check_answers(self) -> None:
         """Raise DeadlineError when a rank takes no call within RANK_ANSWER_S, to avoid a second long wait."""
         refs = [worker.call.remote("save_is_written") for worker in self.workers]

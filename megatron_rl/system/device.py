@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_rl.errors import UserError
-from megatron_rl.system.megatron_shims import SHIMS
+from megatron_rl.system.megatron_shims import CPU_SHIMS, TE_ABSENCE_MENDED_IN, hide_absent_te
 from megatron_rl.system.process_variables import RANK_VARIABLES
 
 OLDEST_MEGATRON = (0, 16)
@@ -145,10 +145,10 @@ def prepare_megatron(device: Device) -> None:
             # A run's processes have the variables already; ranks started by another program get them here. CUDA and NCCL read them later.
             os.environ.setdefault(name, value)
         torch.cuda.set_device(device.torch_device)
-    version = megatron_version()
-    for shim in SHIMS:
-        if (device.kind == "cpu" or shim.without_te) and (shim.mended_in is None or version < shim.mended_in):
-            shim.apply()
+    if megatron_version() < TE_ABSENCE_MENDED_IN:
+        hide_absent_te()
+    for shim in CPU_SHIMS if device.kind == "cpu" else ():
+        shim()
 
 
 class SideStream:

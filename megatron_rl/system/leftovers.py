@@ -61,14 +61,11 @@ class Scratch:
         """Remember `places` elsewhere, instead of earlier ones: all are removed with this process, too."""
         (self.path / _ELSEWHERE).write_text(json.dumps([str(place) for place in places]))
 
-    def remove(self) -> None:
-        """Remove the directory alone."""
-        shutil.rmtree(self.path, ignore_errors=True)
-
     def remove_all(self) -> list[str]:
         """Remove the noted places and the directory; return the removed paths."""
-        removed = [str(place) for place in _noted(self.path) if _remove(place)]
-        self.remove()
+        noted = self.path / _ELSEWHERE
+        removed = [place for place in (json.loads(noted.read_text()) if noted.exists() else ()) if _remove(Path(place))]
+        shutil.rmtree(self.path, ignore_errors=True)
         return [*removed, str(self.path)]
 
 
@@ -79,7 +76,7 @@ def scratch_directory(*, max_length: int | None = None) -> Iterator[Scratch]:
     try:
         yield scratch
     finally:
-        scratch.remove()
+        shutil.rmtree(scratch.path, ignore_errors=True)
 
 
 def shared_memory_of(pids: Iterable[int]) -> list[Path]:
@@ -143,11 +140,6 @@ def _lives(pid: int, *, started: int) -> bool:
     except FileNotFoundError:
         return False
     return start == started and state not in ("Z", "X")
-
-
-def _noted(path: Path) -> list[Path]:
-    file = path / _ELSEWHERE
-    return [Path(place) for place in json.loads(file.read_text())] if file.exists() else []
 
 
 def _remove(place: Path) -> bool:

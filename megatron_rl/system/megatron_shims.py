@@ -1,8 +1,8 @@
 """Shims for megatron-core on a machine without a GPU or without Transformer Engine.
 
 Released megatron-core (0.16 to 0.19) assumes CUDA in a handful of places. `prepare_megatron` applies
-`SHIMS`: each entry names the upstream behaviour behind the shim, and changes nothing for any other
-caller.
+the shims: each names the upstream behaviour behind it, is idempotent, and changes nothing for any
+other caller.
 """
 
 import functools
@@ -10,7 +10,6 @@ import importlib.util
 import sys
 import types
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,22 +18,8 @@ _TENSOR_FACTORIES = (
     *("empty", "full", "ones", "rand", "randn", "zeros", "arange", "tensor", "as_tensor"),
     *("empty_like", "full_like", "ones_like", "zeros_like"),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Shim:
-    """One workaround: `behaviour` is the reason in megatron-core without a GPU.
-
-    `apply` is idempotent. `without_te`: the absence of Transformer Engine is the reason, on a GPU
-    too; with Transformer Engine the shim changes nothing. `mended_in` is the first release without
-    need of the shim.
-    """
-
-    name: str
-    behaviour: str
-    apply: Callable[[], None]
-    without_te: bool = False
-    mended_in: tuple[int, int] | None = None
+TE_ABSENCE_MENDED_IN = (0, 17)
+"""The first release without need of `hide_absent_te`."""
 
 
 def _megatron_modules() -> list[types.ModuleType]:
@@ -110,7 +95,8 @@ def _cpu_torch() -> types.ModuleType:
     return Delegate(torch, {"cuda": cuda} | {name: _on_cpu(getattr(torch, name)) for name in _TENSOR_FACTORIES})
 
 
-def _redirect_torch() -> None:
+def redirect_torch() -> None:
+    """Replace the name `torch`: buffers, p2p, schedules, gradient clipping and the RNG tracker ask torch.cuda for device and streams."""
     stand_in = None
     for module in _megatron_modules():
         if vars(module).get("torch") is torch:
@@ -118,7 +104,8 @@ def _redirect_torch() -> None:
             module.__dict__["torch"] = stand_in
 
 
-def _redirect_rng() -> None:
+def redirect_rng() -> None:
+    """Replace the generator of a CUDA device, which the RNG tracker and activation recompute read and write."""
     random = sys.modules["megatron.core.tensor_parallel.random"]
     vars(random).update(_get_cuda_rng_state=_get_cpu_rng_state, _set_cuda_rng_state=_set_cpu_rng_state)
 
@@ -127,7 +114,8 @@ def _called_by_megatron() -> bool:
     return str(sys._getframe(2).f_globals.get("__name__", "")).startswith("megatron.core")
 
 
-def _answer_cuda_type_names() -> None:
+def answer_cuda_type_names() -> None:
+    """Name types as on a GPU: the optimizers select parameters by Tensor.type() == 'torch.cuda.FloatTensor'."""
     original = torch.Tensor.type
     if isinstance(original, types.FunctionType):  # not the C method any more: already replaced
         return
@@ -139,7 +127,8 @@ def _answer_cuda_type_names() -> None:
     torch.Tensor.type = tensor_type  # type: ignore[assignment,method-assign]
 
 
-def _keep_tensors_on_cpu() -> None:
+def keep_tensors_on_cpu() -> None:
+    """Ignore Tensor.cuda(), with which tied embeddings under pipeline parallelism move their weight."""
     original = torch.Tensor.cuda
     if isinstance(original, types.FunctionType):  # not the C method any more: already replaced
         return
@@ -150,7 +139,8 @@ def _keep_tensors_on_cpu() -> None:
     torch.Tensor.cuda = tensor_cuda  # type: ignore[assignment,method-assign]
 
 
-def _run_uncompiled() -> None:
+def run_uncompiled() -> None:
+    """Unwrap small functions from torch.compile, which on a CPU costs seconds each and needs a C++ compiler."""
     for module in _megatron_modules():
         _uncompile(module)
 
@@ -165,7 +155,11 @@ def _uncompile(module: types.ModuleType) -> None:
                 setattr(owner, name, vars(value)["_torchdynamo_orig_callable"])
 
 
-def _hide_absent_te() -> None:
+def hide_absent_te() -> None:
+    """Say that Transformer Engine is absent, also on a GPU: latent attention takes stand-ins of its classes for the real ones.
+
+    Asking whether a layer is one fails, and the router asks for a product whose name was never defined.
+    """
     if importlib.util.find_spec("transformer_engine") is not None:
         return
     vars(sys.modules["megatron.core.transformer.multi_latent_attention"])["HAVE_TE"] = False
@@ -176,7 +170,8 @@ def _on_the_host_already(tensor: Any, as_numpy: bool = False, **_unused: Any) ->
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu" else tensor
 
 
-def _hand_over_splits() -> None:
+def hand_over_splits() -> None:
+    """Make numbers of the token counts that experts exchange: they become such only when they leave a GPU, and torch takes no tensors."""
     for module in _megatron_modules():
         if "maybe_move_tensor_to_cpu" in vars(module):
             vars(module)["maybe_move_tensor_to_cpu"] = _on_the_host_already
@@ -210,47 +205,21 @@ def _reduce_scatter_uneven(reduce_scatter: Callable[..., torch.Tensor]) -> Calla
     return reduce_scatter_along_first_dim
 
 
-def _pad_uneven_collectives() -> None:
+def pad_uneven_collectives() -> None:
+    """Pad what experts that are split over ranks gather and reduce-scatter: different numbers of tokens from each, which gloo cannot."""
     mappings = vars(sys.modules["megatron.core.tensor_parallel.mappings"])
     for name, wrapped in (("_gather_along_first_dim", _gather_uneven), ("_reduce_scatter_along_first_dim", _reduce_scatter_uneven)):
         if mappings[name].__module__ != __name__:
             mappings[name] = wrapped(mappings[name])
 
 
-SHIMS = (
-    Shim(
-        "torch stand-in",
-        "buffers, p2p, schedules, gradient clipping and the RNG tracker ask torch.cuda for device, streams and pinned memory",
-        _redirect_torch,
-    ),
-    Shim("rng state", "the RNG tracker and activation recompute read and write the generator of a CUDA device", _redirect_rng),
-    Shim(
-        "tensor type names",
-        "the optimizers select parameters by Tensor.type() == 'torch.cuda.FloatTensor', so they refuse those on the CPU",
-        _answer_cuda_type_names,
-    ),
-    Shim("tensor.cuda", "tied embeddings under pipeline parallelism move their weight with Tensor.cuda()", _keep_tensors_on_cpu),
-    Shim(
-        "compiled helpers",
-        "small functions are wrapped in torch.compile at import, which on a CPU costs seconds each and needs a C++ compiler",
-        _run_uncompiled,
-    ),
-    Shim(
-        "absent Transformer Engine",
-        "latent attention takes stand-ins of its classes for the real ones, and asking whether a layer is one fails; the router asks for a "
-        "product whose name was never defined",
-        _hide_absent_te,
-        without_te=True,
-        mended_in=(0, 17),
-    ),
-    Shim(
-        "expert splits",
-        "the token counts that experts exchange become numbers only when they leave a GPU, and torch takes no tensors for them",
-        _hand_over_splits,
-    ),
-    Shim(
-        "uneven collectives",
-        "experts that are split over ranks gather and reduce-scatter different numbers of tokens from each, which gloo cannot",
-        _pad_uneven_collectives,
-    ),
+CPU_SHIMS = (
+    redirect_torch,
+    redirect_rng,
+    answer_cuda_type_names,
+    keep_tensors_on_cpu,
+    run_uncompiled,
+    hand_over_splits,
+    pad_uneven_collectives,
 )
+"""For a machine without a GPU."""

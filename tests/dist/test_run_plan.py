@@ -53,15 +53,16 @@ def uneven(first: int, last: int) -> dict[str, int]:
 
 def planned(spec: Any, *variants: Settings, gpu: str = "H100-80") -> list[RunPlan]:
     """The plans of several settings, all measured by one process."""
-    # Vocabularies here need no padding, so the stages hold the model and nothing else. A tied head is a copy; the routers' biases are in
-    # the checkpoint, but no parameters, as they are not trained by gradients.
+    # Vocabularies here need no padding, so the stages of whole layers hold the model and nothing else. A tied head is a copy; the routers'
+    # biases are in the checkpoint, but no parameters, as they are not trained by gradients.
     biases = spec.moe.num_experts * (spec.num_layers - spec.moe.num_dense_layers) if spec.moe is not None and spec.moe.expert_bias else 0
     whole = sum(prod(shape) for _, shape in tensor_shapes(spec))
     plans = []
-    for plan in plan_layouts(variants, spec, gpu=GPUS[gpu], num_nodes=None):
+    for settings, plan in zip(variants, plan_layouts(variants, spec, gpu=GPUS[gpu], num_nodes=None), strict=True):
         assert isinstance(plan, RunPlan), plan
         tied = spec.vocab_size * spec.hidden_size if spec.tie_embeddings and len(plan.stages) > 1 else 0
-        assert sum(stage.stage_parameters for stage in plan.stages) == whole + tied - biases
+        if settings.training.topology.tp * settings.training.topology.ep == 1:
+            assert sum(stage.num_parameters for stage in plan.stages) == whole + tied - biases
         plans.append(plan)
     return plans
 

@@ -20,7 +20,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from megatron_rl.system.megatron_shims import SHIMS, Delegate
+from megatron_rl.system.megatron_shims import Delegate, pad_uneven_collectives, redirect_rng
 
 _BASE = torch._C.TensorBase
 
@@ -262,9 +262,8 @@ def load_te(sources: Sequence[str]) -> None:
 def without_any_gpu() -> None:
     """What megatron-core needs where no GPU is: the CPU's generator, and even tensors for gloo, where NCCL gathers uneven ones."""
     importlib.import_module("megatron.core.tensor_parallel.mappings")
-    for shim in SHIMS:
-        if shim.name in ("rng state", "uneven collectives"):
-            shim.apply()
+    redirect_rng()
+    pad_uneven_collectives()
     # Triton compiles for real GPUs alone; its interpreter, in which tests/dist/test_head_kernels.py runs the head's kernels, is slow.
     head, rows = (importlib.import_module(f"megatron_rl.{name}") for name in ("models.language_model_head", "algorithms.head_statistics"))
     vars(head)["row_maths"] = lambda _logits: rows.TORCH_ROWS

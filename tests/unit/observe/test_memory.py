@@ -32,7 +32,7 @@ def test_grandchildren_count_and_the_peak_outlives_them() -> None:
         "child.stdout.readline(); print('ready', flush=True); sys.stdin.read(); child.stdin.close(); child.wait()"
     )
     with child(parent) as process:
-        memory = PeakMemory([process.pid])
+        memory = PeakMemory(process.pid)
         held = memory.sample()
         assert 64 * MIB < held < 200 * MIB
     assert memory.sample() == 0
@@ -50,11 +50,11 @@ def test_shared_pages_are_counted_once() -> None:
         "sys.stdin.read(); os.close(writer); os.wait()"
     )
     with child(script) as process:
-        assert 64 * MIB < PeakMemory([process.pid]).sample() < 110 * MIB
+        assert 64 * MIB < PeakMemory(process.pid).sample() < 110 * MIB
 
 
 def test_the_thread_samples_and_stops() -> None:
-    with child(HOLDER) as process, PeakMemory([process.pid], interval_s=0.01) as memory:
+    with child(HOLDER) as process, PeakMemory(process.pid, interval_s=0.01) as memory:
         for _ in range(1000):
             if memory.peak_bytes:
                 break

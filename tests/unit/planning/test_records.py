@@ -22,7 +22,6 @@ def make_stage(stage: int, **changes: int) -> StageMemory:
         stage=stage,
         num_layers=9,
         num_parameters=5 * 10**9,
-        stage_parameters=10**10,
         in_flight=2.0,
         largest_collective=Collective("all-gather over tp 2", GIB),
         **{**values, **changes},

@@ -31,7 +31,7 @@ def test_impossible_layouts_are_refused_in_the_topologys_words(
 
 def rank_of(**bytes_by_name: int) -> Any:
     """A rank with 10 GiB of activations, whose other memory is 0 unless given."""
-    names = ("num_layers", "num_parameters", "stage_parameters", "parameters", "gradients", "optimizer", "reference", "away", "update")
+    names = ("num_layers", "num_parameters", "parameters", "gradients", "optimizer", "reference", "away", "update")
     sizes = dict.fromkeys((*names, "backward", "head"), 0) | bytes_by_name
     chunks = [SimpleNamespace(held=10 * GIB, output=0)]
     return SimpleNamespace(**sizes, chunks=chunks, largest_collective=Collective("none", 0))

@@ -77,7 +77,6 @@ def test_a_rank_that_somebody_else_started_gets_them_too(monkeypatch):
     for name in RANK_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
-    monkeypatch.setattr(device, "SHIMS", ())
     chosen = []
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     device.prepare_megatron(device.Device("cuda", torch.device("cuda", 3), "nccl"))
