@@ -47,6 +47,24 @@ def parts_of(optimizer: MegatronOptimizer) -> Sequence[MegatronOptimizer]:
     return [part for part in parts if part.optimizer is not None]
 
 
+def _counters(part: MegatronOptimizer) -> Collection[dict[str, Any]]:
+    """Return the owners of a `step`, the number of updates: each parameter in torch's Adam, each group in a fused one."""
+    return part.optimizer.state.values() if isinstance(part.optimizer, torch.optim.Adam) else part.param_groups
+
+
+def num_updates(optimizer: MegatronOptimizer) -> int | None:
+    """Return the number of updates made by `optimizer`, None on a rank without parameters."""
+    return max((int(owner.get("step", 0)) for part in parts_of(optimizer) for owner in _counters(part)), default=None)
+
+
+def set_num_updates(optimizer: MegatronOptimizer, number: int) -> None:
+    """Let `optimizer` continue as after `number` updates."""
+    for part in parts_of(optimizer):
+        for owner in _counters(part):
+            # A tensor for each parameter: megatron-core would share one, which the update of every parameter then advances.
+            owner["step"] = torch.tensor(float(number)) if isinstance(part.optimizer, torch.optim.Adam) else number
+
+
 def _held(optimizer: MegatronOptimizer) -> Iterator[_Held]:
     for part in parts_of(optimizer):
         # Fused optimizers make their moments in the first step.
@@ -190,9 +208,7 @@ class OptimizerTarget:
             if held.owner.config.use_precision_aware_optimizer:
                 # This optimizer scales its states, so the loaded tensors are copies.
                 held.owner._set_main_param_and_optimizer_states(held.parameter, held.tensors)
-        for part in parts_of(self._optimizer):
-            for group in part.param_groups:
-                group["step"] = step
+        set_num_updates(self._optimizer, step)
 
 
 def from_main_weights(model_state: Any, keys: Collection[str]) -> Any:

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from megatron_rl.checkpoints import manifest
-from megatron_rl.checkpoints.optimizer_shards import OptimizerTarget, from_main_weights, has_optimizer, parts_of, sharded_optimizer
+from megatron_rl.checkpoints.optimizer_shards import OptimizerTarget, from_main_weights, has_optimizer, num_updates, sharded_optimizer
 from megatron_rl.checkpoints.pickles import read_metadata, reading_records_only
 from megatron_rl.errors import DamagedCheckpointError, UserError
 from megatron_rl.models.build import TrainedModel, complete_parameters
@@ -120,10 +120,10 @@ def complete(models: Mapping[str, TrainedModel]) -> Iterator[None]:
 
 def _progress(model: TrainedModel) -> dict[str, Any]:
     """Return a checkpoint's facts about a model besides tensors: numbers of steps, and settings open to change."""
-    groups = [group for part in parts_of(model.optimizer) for group in part.param_groups]
+    updates = num_updates(model.optimizer)
     return {
         "scheduler_steps": model.scheduler.num_steps,
-        "optimizer_steps": max((int(group.get("step", 0)) for group in groups), default=model.scheduler.num_steps),
+        "optimizer_steps": model.scheduler.num_steps if updates is None else updates,
         "hyperparameters": _hyperparameters(model),
     }
 
