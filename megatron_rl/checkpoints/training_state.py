@@ -87,26 +87,12 @@ def _model_state(model: TrainedModel) -> dict[str, Any]:
     }
 
 
-def _written_state(name: str, model: TrainedModel) -> dict[str, Any]:
-    """Return the weights and the optimizer of the model `name`, to be written."""
-    state = _model_state(model)
-    state["optimizer"] = dict(enumerate(sharded_optimizer(model.optimizer, state)))
-    add_prefix_for_sharding(state, _prefix(name))
-    return state
-
-
 def _rng_object() -> ShardedObject:
     """Return the states of this rank's random generators, one of as many as ranks."""
     state = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
     return ShardedObject("rng", state, (distributed.get_world_size(),), (distributed.get_rank(),), replica_id=0)
-
-
-def _set_rng_state(state: Mapping[str, torch.Tensor]) -> None:
-    torch.set_rng_state(state["cpu"])
-    if "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"])
 
 
 @contextmanager
@@ -135,14 +121,12 @@ def _hyperparameters(model: TrainedModel) -> dict[str, float]:
 
 def state_to_save(models: Mapping[str, TrainedModel], *, counters: Mapping[str, Any]) -> dict[str, Any]:
     """Return megatron's sharded state with everything that `load` needs, the `POLICY` among the models."""
-    state: dict[str, Any] = {name: _written_state(name, model) for name, model in models.items()}
-    state["rng"] = _rng_object()
-    state["counters"] = dict(counters)
-    state["progress"] = {
-        "num_ranks": distributed.get_world_size(),
-        "models": {name: _progress(model) for name, model in models.items()},
-    }
-    return state
+    state: dict[str, Any] = {name: _model_state(model) for name, model in models.items()}
+    for name, model in models.items():
+        state[name]["optimizer"] = dict(enumerate(sharded_optimizer(model.optimizer, state[name])))
+        add_prefix_for_sharding(state[name], _prefix(name))
+    progress = {"num_ranks": distributed.get_world_size(), "models": {name: _progress(model) for name, model in models.items()}}
+    return state | {"rng": _rng_object(), "counters": dict(counters), "progress": progress}
 
 
 def load(
@@ -211,7 +195,9 @@ def _load(directory: Path, models: Mapping[str, TrainedModel], *, weights_only: 
             model.scheduler.num_steps = 0
             model.scheduler.step(saved["scheduler_steps"])
     if same_ranks:
-        _set_rng_state(state["rng"])
+        torch.set_rng_state(state["rng"]["cpu"])
+        if "cuda" in state["rng"]:
+            torch.cuda.set_rng_state(state["rng"]["cuda"])
     changes = [change for name, model in models.items() for change in _changes(name, model, progress["models"][name]["hyperparameters"])]
     return state["counters"], tuple(changes)
 

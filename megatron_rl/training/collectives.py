@@ -47,9 +47,7 @@ def from_last_stage(values: Tensor, place: Place) -> Tensor:
 
 
 def gather_on_last_stage(values: Tensor) -> Tensor:
-    """Return `values` [n], n may differ, of all dp and cp ranks, one after the other. Collective
-    over the last stage alone.
-    """
+    """Return `values` [n] of all dp and cp ranks, n may differ, in rank order. Collective over the last stage alone."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     sizes = [torch.zeros(1, dtype=torch.int64, device=values.device) for _ in range(group.size())]
     distributed.all_gather(sizes, torch.tensor([len(values)], device=values.device), group=group)

@@ -47,9 +47,7 @@ _DDP_REFUSED = {
 
 
 def validate_optimizer_fields(fields: Mapping[str, Any], *, section: str = "optimizer") -> dict[str, Any]:
-    """Return `fields` of `training.SECTION` in OptimizerConfig's types. Raises UserError for
-    unknown, wrong or derived ones.
-    """
+    """Return `fields` of `training.SECTION` in OptimizerConfig's types. Raises UserError for unknown, wrong or derived ones."""
     # megatron-core leaves some optional fields without a None in their type.
     checked = checked_fields(f"training.{section}", fields, OptimizerConfig, nullable=True)
     for name, reason in _OPTIMIZER_REFUSED.items():
@@ -89,9 +87,7 @@ def _distributed(optimizer: Mapping[str, Any], ddp: Mapping[str, Any]) -> bool:
 def make_configs(
     optimizer: Mapping[str, Any], ddp: Mapping[str, Any], *, dtype: torch.dtype, section: str = "optimizer"
 ) -> tuple[OptimizerConfig, DistributedDataParallelConfig]:
-    """Return the configurations for parameters of `dtype`. Raises UserError, in which `section`
-    names the optimizer's fields.
-    """
+    """Return the configurations for parameters of `dtype`, the optimizer's from `section`. Raises UserError."""
     optimizer, ddp = validate_optimizer_fields(optimizer, section=section), validate_ddp_fields(ddp)
     distributed = {"use_distributed_optimizer": _distributed(optimizer, ddp)}
     if ddp.get("overlap_param_gather") and not distributed["use_distributed_optimizer"]:
