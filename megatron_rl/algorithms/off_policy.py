@@ -76,9 +76,7 @@ class OffPolicy(Choice):
         return self.mode == "mask" or self.veto is not None or self.opsm is not None
 
     def terms(self, terms: PolicyTerms, rollout_log_probs: Tensor) -> OffPolicyTerms:
-        """Return each token's weight and choice from `rollout_log_probs` [T], 0 where masked;
-        `terms.seen` decides opsm only.
-        """
+        """Return each token's weight and choice from `rollout_log_probs` [T], 0 where masked; `terms.seen` decides opsm."""
         sequences, old_log_probs = terms.sequences, terms.old_log_probs
         seen = terms.log_probs if terms.seen is None else terms.seen
         with torch.no_grad():

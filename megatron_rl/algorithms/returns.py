@@ -144,9 +144,7 @@ class _Level:
 
 
 def _levels(decay: float, *, width: int, like: Tensor) -> list[_Level]:
-    """Return the recurrences over columns of tables up to `width` wide, over blocks, over blocks of
-    blocks; none without decay.
-    """
+    """Return the recurrences over columns of tables up to `width` wide, over blocks, and so on; none without decay."""
     exponents = torch.arange(_BLOCK, dtype=torch.float64, device=like.device)
     distance = exponents.unsqueeze(1) - exponents
     levels = []
