@@ -149,8 +149,7 @@ class Objective(Choice):
 
         Example: `Objective.of(preset="dapo", policy_loss={"high": 0.3}, kl={"coef": 0.001})`
         """
-        made: Objective = _adapter().validate_python(expand_preset(values))
-        return made
+        return _adapter().validate_python(expand_preset(values))
 
     def loaded(self, load: Load) -> "Objective":
         """Return the objective with the functions of your own loss and estimator, found by `load` as by `loader.load`."""

@@ -96,8 +96,7 @@ class MegatronWeights:
         """Return the dtype of a tensor."""
         if name not in self._of_tensor and self.kept is not None:
             return self.kept.dtype(name)
-        dtype: torch.dtype = self._tensors[self._locations[self._of_tensor[name][0].megatron].keys[0]].properties.dtype
-        return dtype
+        return self._tensors[self._locations[self._of_tensor[name][0].megatron].keys[0]].properties.dtype
 
     def read(self, name: str) -> Tensor:
         """Return one tensor, of any shape, on the CPU. All tensors of one parameter are read together."""

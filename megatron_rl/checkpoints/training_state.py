@@ -59,8 +59,7 @@ def ordinary_errors() -> Iterator[None]:
 
 
 def _cause(error: CheckpointException) -> BaseException:
-    cause: BaseException = next(iter(error.failures.values()))[0]
-    return cause
+    return next(iter(error.failures.values()))[0]
 
 
 def check_on_ranks(check: Callable[..., None]) -> None:

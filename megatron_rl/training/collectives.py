@@ -74,8 +74,7 @@ def true_on_ranks(condition: bool) -> bool:
 
 def sum_sequences(partial_sums: Tensor, group: distributed.ProcessGroup) -> Tensor:
     """Return the sums over `group` of partial sums [S]; differentiable. Collective, also in the backward pass."""
-    total: Tensor = partial_sums if group.size() == 1 else _AllReduce.apply(partial_sums, group)
-    return total
+    return partial_sums if group.size() == 1 else _AllReduce.apply(partial_sums, group)
 
 
 class _AllReduce(torch.autograd.Function):

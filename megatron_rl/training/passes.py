@@ -80,7 +80,7 @@ def _run(
 
     # The interleaved schedule wants an iterator for each model chunk, the others a lone one.
     iterators, interleaved = [enumerate(micro_batches) for _ in chunks], len(chunks) > 1
-    reports: list[Any] = get_forward_backward_func()(
+    return get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=iterators if interleaved else iterators[0],
         model=list(chunks) if interleaved else chunks[0],
@@ -89,7 +89,6 @@ def _run(
         micro_batch_size=1,
         **options,
     )
-    return reports
 
 
 def _look(

@@ -188,10 +188,7 @@ class UnevenAllGatherDispatcher(MoEAllGatherTokenDispatcher):
         distributed.all_reduce(longest, distributed.ReduceOp.MAX, group=self.tp_ep_group)
         rows = (0, 0, 0, int(longest) - self._num_tokens)
         self.routing_map = torch.nn.functional.pad(self.routing_map, rows)
-        gathered: tuple[Tensor, Tensor] = super().token_dispatch(
-            torch.nn.functional.pad(hidden_states, rows), torch.nn.functional.pad(probs, rows)
-        )
-        return gathered
+        return super().token_dispatch(torch.nn.functional.pad(hidden_states, rows), torch.nn.functional.pad(probs, rows))
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
         """Return the experts' output for this rank's tokens [n, H]."""
