@@ -65,13 +65,6 @@ def reports_of_ranks(report: Report) -> list[Report]:
     return gathered
 
 
-def true_on_ranks(condition: bool) -> bool:
-    """Return True when `condition` holds on every rank. Collective over all ranks."""
-    smallest = torch.tensor([int(condition)], device=collective_device())
-    distributed.all_reduce(smallest, op=distributed.ReduceOp.MIN)
-    return bool(smallest)
-
-
 def sum_sequences(partial_sums: Tensor, group: distributed.ProcessGroup) -> Tensor:
     """Return the sums over `group` of partial sums [S]; differentiable. Collective, also in the backward pass."""
     return partial_sums if group.size() == 1 else _AllReduce.apply(partial_sums, group)

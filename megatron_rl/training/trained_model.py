@@ -18,7 +18,7 @@ from megatron_rl.models.megatron_config import transformer_config
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.parameter_marks import mark_parameters
 from megatron_rl.system.device import Device, local_capability, prepare_megatron
-from megatron_rl.training.collectives import true_on_ranks
+from megatron_rl.training.collectives import reports_of_ranks
 from megatron_rl.training.optimizer import build_optimizer, build_scheduler, make_configs, wrap_ddp
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -56,7 +56,7 @@ def build_trained_model(
     prepare_megatron(device)
     optimizer_config, ddp_config = make_configs(optimizer, training.ddp, dtype=dtype)
     trains = any(parameter.requires_grad for chunk in chunks for parameter in chunk.parameters())
-    if training.frozen and optimizer_config.use_distributed_optimizer and not true_on_ranks(trains):
+    if training.frozen and optimizer_config.use_distributed_optimizer and not all(reports_of_ranks(trains)):
         raise UserError(
             "training.frozen leaves a pipeline stage with nothing to train, which megatron-core's distributed optimizer cannot save; "
             "set training.optimizer.use_distributed_optimizer to false, freeze less, or choose another training.topology.pp"
