@@ -12,7 +12,7 @@ Main weights identical to the model's own parameters (fp32) are stored once, as 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -97,20 +97,14 @@ def boxes(shape: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Shape]]:
         return
     row = math.prod(shape[1:])
     first, last = -(-start // row), stop // row
-    if first > last:
-        yield from _in_row(shape, last, start, stop)
-        return
-    yield from _in_row(shape, first - 1, start, first * row)
-    if first < last:
-        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
-    yield from _in_row(shape, last, last * row, stop)
-
-
-def _in_row(shape: Shape, index: int, start: int, stop: int) -> Iterator[tuple[Shape, Shape]]:
-    """Yield the `boxes` of elements within one row."""
-    begin = index * math.prod(shape[1:])
-    for offset, size in boxes(shape[1:], start - begin, stop - begin):
-        yield (index, *offset), (1, *size)
+    # The rest of a row, whole rows, the begin of a row; or the middle of one.
+    for begin, end in pairwise((start, first * row, last * row, stop) if first <= last else (start, stop)):
+        index = begin // row
+        if begin < end and begin % row == end % row == 0:
+            yield (index, *(0 for _ in shape[1:])), ((end - begin) // row, *shape[1:])
+            continue
+        for offset, size in boxes(shape[1:], begin - index * row, end - index * row):
+            yield (index, *offset), (1, *size)
 
 
 def _pieces(sharded: ShardedTensor | ShardedTensorFactory) -> Sequence[ShardedTensor]:
