@@ -62,7 +62,7 @@ def set_num_updates(optimizer: MegatronOptimizer, number: int) -> None:
     for part in parts_of(optimizer):
         for owner in _counters(part):
             # A tensor for each parameter: megatron-core would share one, which the update of every parameter then advances.
-            owner["step"] = torch.tensor(float(number), device="cpu") if isinstance(part.optimizer, torch.optim.Adam) else number
+            owner["step"] = torch.tensor(float(number)) if isinstance(part.optimizer, torch.optim.Adam) else number
 
 
 def _held(optimizer: MegatronOptimizer) -> Iterator[_Held]:

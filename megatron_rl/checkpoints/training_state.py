@@ -94,6 +94,12 @@ def _rng_object() -> ShardedObject:
     return ShardedObject("rng", state, (distributed.get_world_size(),), (distributed.get_rank(),), replica_id=0)
 
 
+def _set_rng_state(state: Mapping[str, torch.Tensor]) -> None:
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
+
+
 @contextmanager
 def complete(models: Mapping[str, TrainedModel]) -> Iterator[None]:
     """Hold the whole parameters of all models."""
@@ -194,9 +200,7 @@ def _load(directory: Path, models: Mapping[str, TrainedModel], *, weights_only: 
             model.scheduler.num_steps = 0
             model.scheduler.step(saved["scheduler_steps"])
     if same_ranks:
-        torch.set_rng_state(state["rng"]["cpu"])
-        if "cuda" in state["rng"]:
-            torch.cuda.set_rng_state(state["rng"]["cuda"])
+        _set_rng_state(state["rng"])
     changes = [change for name, model in models.items() for change in _changes(name, model, progress["models"][name]["hyperparameters"])]
     return state["counters"], tuple(changes)
 
