@@ -122,6 +122,8 @@ def build_optimizer(config: OptimizerConfig, model: Sequence[DistributedDataPara
             # megatron-core makes the moments alone, and then torch's Adam misses its counts.
             part.init_state_fn(part.optimizer, part.config)
             set_num_updates(part, 0)
+            for group in part.optimizer.param_groups:
+                group["foreach"] = True  # as on a GPU, whose memory is planned on a machine without one
     return optimizer
 
 
