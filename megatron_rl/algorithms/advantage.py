@@ -173,9 +173,7 @@ class Advantage(Choice):
         return places.spread(scores), None
 
     def of_tokens(self, scores: Tensor, places: TokenPlaces, *, all_reduce_sum: AllReduceSum = identity) -> tuple[Tensor, Tensor | None]:
-        """Return advantages [T], and a critic's returns [T] or None, 0 at masked positions;
-        whitened over all ranks where set.
-        """
+        """Return advantages [T], whitened over all ranks where set, and a critic's returns [T] or None; 0 where masked."""
         advantages, returns = self._by_token(scores, places)
         if places.distillation_coef and places.teacher_log_ratio is not None:
             advantages = advantages - places.distillation_coef * places.teacher_log_ratio.double().masked_fill(~places.loss_mask, 0.0)

@@ -73,9 +73,7 @@ class ControlState:
         return 0.0 if objective.kl_reward is None else self.kl_coef
 
     def of_step(self, objective: Objective, entropy: float | None = None) -> tuple[Objective, Coefficients]:
-        """Return the coming step's objective with the controllers' values, and coefficients;
-        `entropy`, nats, is that before it.
-        """
+        """Return the coming step's objective and coefficients by the controllers; `entropy`, nats, is that before the step."""
         kl_loss = 0.0 if objective.kl is None else self.kl_coef
         if objective.entropy is None or objective.entropy.control is None:
             return objective, Coefficients(0.0 if objective.entropy is None else objective.entropy.coef, kl_loss)
@@ -89,9 +87,7 @@ class ControlState:
         return moved, Coefficients(objective.entropy.coef, kl_loss)
 
     def updated(self, objective: Objective, *, entropy: float | None, kl: float | None, num_trajectories: int) -> "ControlState":
-        """Return the state after a step; None if not measured. `entropy` is the mean of tokens, `kl` of
-        `num_trajectories` means over tokens, nats.
-        """
+        """Return the state after a step; `entropy` is a mean over tokens, `kl` over trajectories, nats; None: not measured."""
         state, kl_coef, term = self.entropy, self.kl_coef, objective.kl or objective.kl_reward
         control = None if objective.entropy is None else objective.entropy.control
         if control is not None and state is not None and entropy is not None:

@@ -103,9 +103,7 @@ class EntropyState:
         return cls(control.kind, control.initial if isinstance(control, ClipHighControl) else entropy.coef)
 
     def applied(self, control: CoefficientControl | ClipHighControl, entropy: float | None = None) -> float:
-        """Return the coming coefficient (0 behind a closed gate) or clip growth. Raises ValueError
-        where paper gets no entropy.
-        """
+        """Return the coming coefficient (0 behind a closed gate) or clip growth. ValueError for paper without entropy."""
         last, target = self.last_entropy, control.target
         if control.kind == "paper" and entropy is None:
             raise ValueError("CoefficientControl paper got no entropy of the coming step, needs it from the pass before the step")

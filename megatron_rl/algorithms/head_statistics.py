@@ -135,8 +135,11 @@ class _Statistics(torch.autograd.Function):
             return ctx.rows.gradient(hidden, targets, ctx.shard, saved, gradients), *[None] * 7
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         hidden_gradient = torch.empty_like(hidden) if wants_hidden else None
-        weight_sum = _WeightSum(weight, ctx.gradient_buffer) if wants_weight else None
         parts = _chunks(len(hidden), len(weight), hidden.device)
+        weight_gradient, total, sums = None, ctx.gradient_buffer, wants_weight and ctx.gradient_buffer is None and len(parts) > 1
+        if sums:
+            # In the weight's own dtype the sum over chunks would lose digits.
+            total = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
         for part in parts:
             own_saved, own_gradients = [row[part] for row in saved], [None if row is None else row[part] for row in gradients]
             # The logits are made again, and their gradient takes their place.
@@ -145,36 +148,15 @@ class _Statistics(torch.autograd.Function):
             assert chunk is not None, "autograd asks for a gradient only where something has one"
             if hidden_gradient is not None:
                 torch.mm(chunk, weight, out=hidden_gradient[part])
-            if weight_sum is not None:
-                weight_sum.add(chunk, hidden[part], last=part is parts[-1])
+            if wants_weight and (sums or part is not parts[-1]):
+                add_product(total, chunk.t(), hidden[part])
+            elif wants_weight:
+                weight_gradient = chunk.t() @ hidden[part]
             # No name holds a chunk while the next one is made.
             del logits, chunk
-        return hidden_gradient, None if weight_sum is None else weight_sum.gradient(), *[None] * 6
-
-
-class _WeightSum:
-    """The weight's gradient over chunks, summed in a buffer's dtype: in the weight's own it would lose digits."""
-
-    def __init__(self, weight: Tensor, buffer: Tensor | None) -> None:
-        self._weight = weight
-        self._own = buffer is None
-        self._total = buffer
-        self._last: Tensor | None = None
-
-    def add(self, chunk: Tensor, hidden: Tensor, *, last: bool) -> None:
-        """Add the product of a chunk's gradient [rows, V] and its hidden states [rows, H]."""
-        if last and (not self._own or self._total is None):
-            self._last = chunk.t() @ hidden
-            return
-        if self._total is None:
-            self._total = torch.zeros_like(self._weight, dtype=torch.promote_types(self._weight.dtype, torch.float32))
-        add_product(self._total, chunk.t(), hidden)
-
-    def gradient(self) -> Tensor:
-        """Return the gradient [V, H] outside the caller's buffer: the last chunk's, all without a buffer, or zeros."""
-        if self._last is not None:
-            return self._last
-        return self._total.to(self._weight.dtype) if self._own and self._total is not None else torch.zeros_like(self._weight)
+        if wants_weight and weight_gradient is None:
+            weight_gradient = total.to(weight.dtype) if sums else torch.zeros_like(weight)
+        return hidden_gradient, weight_gradient, *[None] * 6
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

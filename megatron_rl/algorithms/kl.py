@@ -60,9 +60,7 @@ def kl_estimate(log_probs: Tensor, *, reference: Tensor, estimator: KLEstimator)
 
 
 def kl_metrics(log_probs: Tensor, reference: Tensor, sequences: Sequences, *, steered: KLEstimator | None) -> Metrics:
-    """Return raw KL estimates [T] over all trainable tokens; `steered` is that of an adaptive
-    coefficient, None without one.
-    """
+    """Return means of raw KL estimates [T] over trainable tokens; `steered` is that of an adaptive coefficient, if any."""
     raw = log_probs.detach()
     names: tuple[KLEstimator, ...] = ("k1", "k2", "k3")
     metrics = {f"kl_{name}": sequences.mean_pair(kl_estimate(raw, reference=reference, estimator=name)) for name in names}

@@ -22,9 +22,7 @@ _DEFAULT_CHUNK_ELEMENTS = 2**22
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenStatistics:
-    """Of softmax(logits / temperature), in nats, differentiable: `log_prob` [T], and if asked
-    `entropy` and `varentropy` [T].
-    """
+    """Of softmax(logits / temperature), nats, differentiable: `log_prob` [T]; if asked `entropy` and `varentropy` [T]."""
 
     log_prob: Tensor
     entropy: Tensor | None

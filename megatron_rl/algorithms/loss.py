@@ -150,9 +150,10 @@ def _ratio_metrics(inputs: LossInputs, terms: PolicyTerms) -> Metrics:
 
 def _kl_term(objective: Objective, inputs: LossInputs, terms: PolicyTerms, weigh: Weigh) -> tuple[Tensor, Metrics]:
     """Return the KL to the reference through the policy's aggregation; `kl_mask` leaves denominators and metrics alone."""
-    kl, sequences = objective.kl, terms.sequences
+    kl, either, sequences = objective.kl, objective.kl or objective.kl_reward, terms.sequences
+    steered = None if either is None or either.control is None else either.estimator
     reference = inputs.present("ref_log_probs", sequences).detach()
-    metrics = kl_metrics(terms.log_probs, reference, sequences, steered=objective.steered_kl)
+    metrics = kl_metrics(terms.log_probs, reference, sequences, steered=steered)
     if kl is None:
         return torch.zeros_like(reference).sum(), metrics
     per_token = kl_estimate(terms.log_probs, reference=reference, estimator=kl.estimator)

@@ -18,7 +18,7 @@ from megatron_rl.algorithms.aggregation import Aggregation
 from megatron_rl.algorithms.choices import Choice, Load, check_fields, doc
 from megatron_rl.algorithms.covariance_losses import CovarianceLosses
 from megatron_rl.algorithms.entropy import ClipHighControl, Entropy
-from megatron_rl.algorithms.kl import KLEstimator, KLLoss, KLReward
+from megatron_rl.algorithms.kl import KLLoss, KLReward
 from megatron_rl.algorithms.off_policy import OffPolicy
 from megatron_rl.algorithms.plug_in import PlugInAdvantage, PlugInLoss
 from megatron_rl.algorithms.policy_loss import Clip, ClippedLosses
@@ -149,8 +149,7 @@ class Objective(Choice):
 
         Example: `Objective.of(preset="dapo", policy_loss={"high": 0.3}, kl={"coef": 0.001})`
         """
-        made: Objective = _adapter().validate_python(expand_preset(values))
-        return made
+        return _adapter().validate_python(expand_preset(values))
 
     def loaded(self, load: Load) -> "Objective":
         """Return the objective with the functions of your own loss and estimator, found by `load` as by `loader.load`."""
@@ -182,12 +181,6 @@ class Objective(Choice):
     def has_critic(self) -> bool:
         """Return True when a critic is trained beside the policy."""
         return self.trains_by_rewards and self.advantage.has_critic
-
-    @property
-    def steered_kl(self) -> KLEstimator | None:
-        """Return the estimator of the KL held by an adaptive coefficient, None without one."""
-        term = self.kl or self.kl_reward
-        return None if term is None or term.control is None else term.estimator
 
     @property
     def needs_reference(self) -> bool:

@@ -64,21 +64,14 @@ class OffPolicy(Choice):
             raise ValueError(f"OffPolicy with mode {self.mode!r} has no bound, needs low or high")
         if self.low is not None and self.high is not None and self.low > self.high:
             raise ValueError(f"OffPolicy.low {self.low} is above high {self.high}, needs low <= high")
-        if not self.keep_rejected_in_denominator and not self.rejects:
+        if not self.keep_rejected_in_denominator and self.mode != "mask" and self.veto is None and self.opsm is None:
             raise ValueError(
                 f"OffPolicy.keep_rejected_in_denominator is false with mode {self.mode!r}, which rejects no token; remove it, or set mode "
                 "to 'mask', a veto or opsm"
             )
 
-    @property
-    def rejects(self) -> bool:
-        """Return True when tokens may be left out."""
-        return self.mode == "mask" or self.veto is not None or self.opsm is not None
-
     def terms(self, terms: PolicyTerms, rollout_log_probs: Tensor) -> OffPolicyTerms:
-        """Return each token's weight and choice from `rollout_log_probs` [T], 0 where masked;
-        `terms.seen` decides opsm only.
-        """
+        """Return each token's weight and choice from `rollout_log_probs` [T], 0 where masked; `terms.seen` decides opsm."""
         sequences, old_log_probs = terms.sequences, terms.old_log_probs
         seen = terms.log_probs if terms.seen is None else terms.seen
         with torch.no_grad():

@@ -232,49 +232,34 @@ class Gmpo(PolicyLoss):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Dppo(RatioLoss):
-    """-A sg(min(r, cap)) log pi where pi moved less than the clip distances (divergence PPO, arXiv 2602.04879)."""
+class Dppo(RatioLoss):
+    """-A sg(min(r, cap)) log pi where pi moved less than the clip distances (divergence PPO, arXiv 2602.04879).
+
+    dppo_tv measures the move by the change of the token's probability, dppo_kl by the binary KL(pi_old
+    || pi) of taken / not taken, in the direction of travel.
+    """
 
     bounded_by: ClassVar[tuple[str, ...] | None] = ("low", "high")
 
+    kind: Literal["dppo_tv", "dppo_kl"] = "dppo_tv"
     low: float | None = doc("Largest fall of a token: of dppo_tv in probability, of dppo_kl the KL in nats; null for none.", 0.2, ge=0)
     high: float | None = doc("Largest rise of a token: of dppo_tv in probability, of dppo_kl the KL in nats; null for none.", 0.2, ge=0)
     ratio_cap: float = doc("Cap of the weight.", 20.0, gt=0)
 
-    def _moves(self, terms: PolicyTerms) -> tuple[Tensor, Tensor]:
-        """Return how far each token's probability fell and rose, [T] each."""
-        raise NotImplementedError
-
     def losses(self, terms: PolicyTerms, statistics: Any = None) -> PolicyLossTerms:
-        fall, rise = self._moves(terms)
+        """Return the losses [T], and the clipped tokens."""
+        now, old = terms.log_probs.detach(), terms.old_log_probs
+        if self.kind == "dppo_tv":
+            rise = now.exp() - old.exp()
+            fall = -rise
+        else:
+            divergence = _binary_kl(old, now)
+            fall, rise = torch.where(now < old, divergence, 0.0), torch.where(now > old, divergence, 0.0)
         too_low, too_high = _beyond(fall, self.low), _beyond(rise, self.high)
         events = {"clip_fraction_low": (terms.advantages < 0) & too_low, "clip_fraction_high": (terms.advantages > 0) & too_high}
         blocked = torch.where(terms.advantages > 0, too_high, too_low)
         weight = torch.where(blocked, 0.0, bounded_exp(terms.log_ratio.detach()).clamp(max=self.ratio_cap))
         return PolicyLossTerms(-weight * terms.advantages * terms.log_probs, events)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DppoTv(_Dppo):
-    """Divergence PPO by the change of the token's probability."""
-
-    kind: Literal["dppo_tv"] = "dppo_tv"
-
-    def _moves(self, terms: PolicyTerms) -> tuple[Tensor, Tensor]:
-        move = terms.log_probs.detach().exp() - terms.old_log_probs.exp()
-        return -move, move
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DppoKl(_Dppo):
-    """Divergence PPO by the binary KL(pi_old || pi) of taken / not taken, in the direction of travel."""
-
-    kind: Literal["dppo_kl"] = "dppo_kl"
-
-    def _moves(self, terms: PolicyTerms) -> tuple[Tensor, Tensor]:
-        now, old = terms.log_probs.detach(), terms.old_log_probs
-        divergence = _binary_kl(old, now)
-        return torch.where(now < old, divergence, 0.0), torch.where(now > old, divergence, 0.0)
 
 
 def _binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -283,4 +268,4 @@ def _binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     return log_p.exp() * (log_p - log_q) + not_p * (not_p.log() - not_q.log())
 
 
-ClippedLosses = Clip | Cispo | Gmpo | DppoTv | DppoKl
+ClippedLosses = Clip | Cispo | Gmpo | Dppo

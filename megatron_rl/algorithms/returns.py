@@ -8,7 +8,6 @@ the next.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 from megatron_rl.algorithms.aggregation import identity
 from megatron_rl.algorithms.lazy_torch import Tensor, torch
@@ -80,19 +79,17 @@ def gae(
 def _ragged_gae(rewards: Tensor, values: Tensor, *, counts: Tensor, bootstrap: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """Return GAE of trainable tokens [N] laid end to end, `counts` [S] of them per sequence."""
     sizes: list[int] = counts.tolist()
-    levels = _levels(gamma * lam, width=max(sizes, default=0), like=rewards)
-    weights = (gamma, gamma * (1.0 - lam))
     advantages, returns = torch.empty_like(rewards), torch.empty_like(rewards)
     if sizes and min(sizes) == max(sizes) > 0:
         # One table, without copies; a division in parts that fit caches takes longer.
         table = [flat.view(len(sizes), -1) for flat in (rewards, values, advantages, returns)]
-        _dense_gae(table, lengths=counts, bootstrap=bootstrap, weights=weights, levels=levels)
+        _dense_gae(table, lengths=counts, bootstrap=bootstrap, gamma=gamma, lam=lam)
         return advantages, returns
     flats = [flat.split(sizes) for flat in (rewards, values, advantages, returns)]
     for group in _rows_of_like_size(sizes):
         table = [torch.nn.utils.rnn.pad_sequence([flat[row] for row in group], batch_first=True) for flat in flats]
         chosen = torch.tensor(group, device=rewards.device)
-        _dense_gae(table, lengths=counts[chosen], bootstrap=bootstrap[chosen], weights=weights, levels=levels)
+        _dense_gae(table, lengths=counts[chosen], bootstrap=bootstrap[chosen], gamma=gamma, lam=lam)
         for flat, results in zip(flats[2:], table[2:], strict=True):
             for row, line in zip(group, results, strict=True):
                 flat[row].copy_(line[: sizes[row]])
@@ -111,53 +108,26 @@ def _rows_of_like_size(sizes: list[int]) -> Iterator[list[int]]:
         yield group
 
 
-def _dense_gae(
-    table: Sequence[Tensor], *, lengths: Tensor, bootstrap: Tensor, weights: tuple[float, float], levels: Sequence[_Level]
-) -> None:
+def _dense_gae(table: Sequence[Tensor], *, lengths: Tensor, bootstrap: Tensor, gamma: float, lam: float) -> None:
     """Fill the advantages and returns of `table` = rewards, values, advantages, returns, each [S, W].
 
     Rows are a sequence's trainable tokens, left-aligned; rewards and values hold zeros beyond
-    `lengths` [S]. `weights` are those of `bootstrap` [S] behind the last token, gamma, and of the
-    next value, gamma (1 - lambda).
+    `lengths` [S]. `bootstrap` [S] is the value behind the last token.
     """
     rewards, values, advantages, returns = table
     if not rewards.numel():
         return
-    at_end, at_next = weights
     # The advantages' place holds the terms of the sum first: one array less to fetch and, if new, to map.
     terms = advantages
-    torch.add(rewards[:, :-1], values[:, 1:], alpha=at_next, out=terms[:, :-1])
+    torch.add(rewards[:, :-1], values[:, 1:], alpha=gamma * (1.0 - lam), out=terms[:, :-1])
     terms[:, -1] = rewards[:, -1]
-    last = torch.where(lengths > 0, at_end * bootstrap, 0.0).to(terms.dtype)
+    last = torch.where(lengths > 0, gamma * bootstrap, 0.0).to(terms.dtype)
     terms.scatter_add_(1, (lengths - 1).clamp(min=0).unsqueeze(1), last.unsqueeze(1))
-    _reverse_scan(terms, levels, out=returns)
+    _reverse_scan(terms, gamma * lam, out=returns)
     torch.sub(returns, values, out=advantages)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Level:
-    """A recurrence with `decay`: `powers` decay^j [block], and `triangle` [block, block], decay^(i - j) for i >= j."""
-
-    decay: float
-    powers: Tensor
-    triangle: Tensor
-
-
-def _levels(decay: float, *, width: int, like: Tensor) -> list[_Level]:
-    """Return the recurrences over columns of tables up to `width` wide, over blocks, over blocks of
-    blocks; none without decay.
-    """
-    exponents = torch.arange(_BLOCK, dtype=torch.float64, device=like.device)
-    distance = exponents.unsqueeze(1) - exponents
-    levels = []
-    while decay != 0.0 and width > 1:
-        triangle = torch.where(distance >= 0, decay ** distance.clamp(min=0), 0.0)
-        levels.append(_Level(decay, (decay**exponents).to(like.dtype), triangle.to(like.dtype)))
-        decay, width = decay**_BLOCK, -(-width // _BLOCK)
-    return levels
-
-
-def _reverse_scan(x: Tensor, levels: Sequence[_Level], *, out: Tensor) -> Tensor:
+def _reverse_scan(x: Tensor, decay: float, *, out: Tensor) -> Tensor:
     """Compute y[t] = x[t] + decay y[t + 1] along the rows of `x` [S, W] into `out` [S, W]; overwrite `x`.
 
     Within a block of columns the sum is a product with a triangular matrix of powers of `decay`. A
@@ -165,20 +135,22 @@ def _reverse_scan(x: Tensor, levels: Sequence[_Level], *, out: Tensor) -> Tensor
     decay^block.
     """
     rows, width = x.shape
-    if not levels or width <= 1:
+    if decay == 0.0 or width <= 1:
         return out.copy_(x)
-    level = levels[0]
+    exponents = torch.arange(_BLOCK, dtype=torch.float64, device=x.device)
+    distance = exponents.unsqueeze(1) - exponents
+    triangle = torch.where(distance >= 0, decay ** distance.clamp(min=0), 0.0).to(x.dtype)
     padding = -width % _BLOCK
     if padding:
         x = torch.nn.functional.pad(x, (0, padding))
     blocks = x.view(-1, _BLOCK)
     if x.shape[1] > _BLOCK:
-        heads = (blocks @ level.powers).view(rows, -1)
-        heads = _reverse_scan(heads, levels[1:], out=torch.empty_like(heads))
-        x[:, _BLOCK - 1 : -1 : _BLOCK].add_(heads[:, 1:], alpha=level.decay)
+        heads = (blocks @ triangle[:, 0].contiguous()).view(rows, -1)
+        heads = _reverse_scan(heads, decay**_BLOCK, out=torch.empty_like(heads))
+        x[:, _BLOCK - 1 : -1 : _BLOCK].add_(heads[:, 1:], alpha=decay)
     if padding or not out.is_contiguous():
-        return out.copy_((blocks @ level.triangle).view(rows, -1)[:, :width])
-    torch.mm(blocks, level.triangle, out=out.view(-1, _BLOCK))
+        return out.copy_((blocks @ triangle).view(rows, -1)[:, :width])
+    torch.mm(blocks, triangle, out=out.view(-1, _BLOCK))
     return out
 
 

@@ -19,9 +19,7 @@ class ValueLoss:
     def share(
         self, sequences: Sequences, *, values: Tensor, old_values: Tensor, returns: Tensor, num_tokens: int, num_trajectories: int
     ) -> tuple[Tensor, Metrics]:
-        """Return this rank's share of the loss and metrics, as `compute_loss`; `old_values` and
-        `returns` [T] are constants.
-        """
+        """Return this rank's share of loss and metrics, as `compute_loss`; `old_values` and `returns` [T] are constants."""
         values, old_values, returns = sequences.masked(values), sequences.masked(old_values).detach(), sequences.masked(returns).detach()
         weights = token_weights(
             sequences, aggregation=self.aggregation, num_tokens=num_tokens, num_trajectories=num_trajectories,

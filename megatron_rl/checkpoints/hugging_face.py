@@ -179,8 +179,7 @@ class HuggingFaceWeights:
         return whole if expert is None else whole[expert][rows]
 
     def _stored(self, stored: str) -> Tensor:
-        tensor: Tensor = self._handle(stored).get_tensor(stored)
-        return tensor
+        return self._handle(stored).get_tensor(stored)
 
     def _whole_shape(self, stored: str) -> tuple[int, ...]:
         quantised = self._quantised.get(stored)

@@ -3,6 +3,7 @@
 BLAKE3 is as strong as SHA-256 and four to five times as fast on one core. `b3sum` prints the same digits.
 """
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -25,16 +26,12 @@ _ONLY_WEIGHTS = (".safetensors", ".safetensors.index.json", ".distcp", ".metadat
 _WEIGHTS = (*_ONLY_WEIGHTS, "metadata.json", "common.pt")
 """Endings of the files that weights are read from. A model's other files may be changed on purpose."""
 _NUM_THREADS = 2
-_PIECE_BYTES = 2**18
-"""Bytes that are read and hashed at once: the second finds them in the processor's cache."""
 
 
 def entry_of(path: Path) -> Entry:
     """Return the entry of the file at `path`."""
-    digest, buffer = blake3(), memoryview(bytearray(_PIECE_BYTES))
     with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(buffer[:count])
+        digest = hashlib.file_digest(file, blake3)  # type: ignore[arg-type]  # by pieces that stay in the cache, 256 KiB
     return {"bytes": path.stat().st_size, "blake3": digest.hexdigest()}
 
 

@@ -5,8 +5,8 @@ import math
 import pickle
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.serialization import get_crc32_options, set_crc32_options
+from torch.utils import serialization
 
 from megatron_rl.checkpoints import manifest
 from megatron_rl.checkpoints.hugging_face import HuggingFaceWeights
@@ -96,8 +96,7 @@ class MegatronWeights:
         """Return the dtype of a tensor."""
         if name not in self._of_tensor and self.kept is not None:
             return self.kept.dtype(name)
-        dtype: torch.dtype = self._tensors[self._locations[self._of_tensor[name][0].megatron].keys[0]].properties.dtype
-        return dtype
+        return self._tensors[self._locations[self._of_tensor[name][0].megatron].keys[0]].properties.dtype
 
     def read(self, name: str) -> Tensor:
         """Return one tensor, of any shape, on the CPU. All tensors of one parameter are read together."""
@@ -294,15 +293,8 @@ def write_megatron(
     return entries
 
 
-@contextmanager
-def without_checksums() -> Iterator[None]:
-    """Have `torch.save` in this thread write no CRC, which nothing reads and takes longer than writing the numbers."""
-    before = get_crc32_options()
-    set_crc32_options(False)
-    try:
-        yield
-    finally:
-        set_crc32_options(before)
+without_checksums = partial(serialization.config.patch, "save.compute_crc32", False)  # type: ignore[attr-defined]
+"""Has `torch.save` in this thread write no CRC, which nothing reads and takes longer than writing the numbers."""
 
 
 class MadeHere(DefaultSavePlanner):

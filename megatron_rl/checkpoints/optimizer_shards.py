@@ -12,7 +12,7 @@ Main weights identical to the model's own parameters (fp32) are stored once, as 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -47,6 +47,24 @@ def parts_of(optimizer: MegatronOptimizer) -> Sequence[MegatronOptimizer]:
     return [part for part in parts if part.optimizer is not None]
 
 
+def _counters(part: MegatronOptimizer) -> Collection[dict[str, Any]]:
+    """Return the owners of a `step`, the number of updates: each parameter in torch's Adam, each group in a fused one."""
+    return part.optimizer.state.values() if isinstance(part.optimizer, torch.optim.Adam) else part.param_groups
+
+
+def num_updates(optimizer: MegatronOptimizer) -> int | None:
+    """Return the number of updates made by `optimizer`, None on a rank without parameters."""
+    return max((int(owner.get("step", 0)) for part in parts_of(optimizer) for owner in _counters(part)), default=None)
+
+
+def set_num_updates(optimizer: MegatronOptimizer, number: int) -> None:
+    """Let `optimizer` continue as after `number` updates."""
+    for part in parts_of(optimizer):
+        for owner in _counters(part):
+            # A tensor for each parameter: megatron-core would share one, which the update of every parameter then advances.
+            owner["step"] = torch.tensor(float(number)) if isinstance(part.optimizer, torch.optim.Adam) else number
+
+
 def _held(optimizer: MegatronOptimizer) -> Iterator[_Held]:
     for part in parts_of(optimizer):
         # Fused optimizers make their moments in the first step.
@@ -79,20 +97,14 @@ def boxes(shape: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Shape]]:
         return
     row = math.prod(shape[1:])
     first, last = -(-start // row), stop // row
-    if first > last:
-        yield from _in_row(shape, last, start, stop)
-        return
-    yield from _in_row(shape, first - 1, start, first * row)
-    if first < last:
-        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
-    yield from _in_row(shape, last, last * row, stop)
-
-
-def _in_row(shape: Shape, index: int, start: int, stop: int) -> Iterator[tuple[Shape, Shape]]:
-    """Yield the `boxes` of elements within one row."""
-    begin = index * math.prod(shape[1:])
-    for offset, size in boxes(shape[1:], start - begin, stop - begin):
-        yield (index, *offset), (1, *size)
+    # The rest of a row, whole rows, the begin of a row; or the middle of one.
+    for begin, end in pairwise((start, first * row, last * row, stop) if first <= last else (start, stop)):
+        index = begin // row
+        if begin < end and begin % row == end % row == 0:
+            yield (index, *(0 for _ in shape[1:])), ((end - begin) // row, *shape[1:])
+            continue
+        for offset, size in boxes(shape[1:], begin - index * row, end - index * row):
+            yield (index, *offset), (1, *size)
 
 
 def _pieces(sharded: ShardedTensor | ShardedTensorFactory) -> Sequence[ShardedTensor]:
@@ -190,9 +202,7 @@ class OptimizerTarget:
             if held.owner.config.use_precision_aware_optimizer:
                 # This optimizer scales its states, so the loaded tensors are copies.
                 held.owner._set_main_param_and_optimizer_states(held.parameter, held.tensors)
-        for part in parts_of(self._optimizer):
-            for group in part.param_groups:
-                group["step"] = step
+        set_num_updates(self._optimizer, step)
 
 
 def from_main_weights(model_state: Any, keys: Collection[str]) -> Any:

@@ -183,8 +183,7 @@ def dequantise(weight: Quantised, codes: Tensor, scales: Tensor, *, dtype: torch
         # Seconds of imports, for gpt-oss alone.
         from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-        whole: Tensor = convert_moe_packed_tensors(codes, scales, dtype=dtype)
-        return whole
+        return convert_moe_packed_tensors(codes, scales, dtype=dtype)
     rows = len(codes) if codes.dim() else 0
     width = whole_shape(weight, tuple(codes.shape), tuple(scales.shape))[1] if weight.form == "int4" else codes.shape[-1]
     result = torch.empty((rows, columns or width), dtype=dtype)

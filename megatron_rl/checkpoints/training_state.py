@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from megatron_rl.checkpoints import manifest
-from megatron_rl.checkpoints.optimizer_shards import OptimizerTarget, from_main_weights, has_optimizer, parts_of, sharded_optimizer
+from megatron_rl.checkpoints.optimizer_shards import OptimizerTarget, from_main_weights, has_optimizer, num_updates, sharded_optimizer
 from megatron_rl.checkpoints.pickles import read_metadata, reading_records_only
 from megatron_rl.errors import DamagedCheckpointError, UserError
 from megatron_rl.models.build import TrainedModel, complete_parameters
@@ -59,8 +59,7 @@ def ordinary_errors() -> Iterator[None]:
 
 
 def _cause(error: CheckpointException) -> BaseException:
-    cause: BaseException = next(iter(error.failures.values()))[0]
-    return cause
+    return next(iter(error.failures.values()))[0]
 
 
 def check_on_ranks(check: Callable[..., None]) -> None:
@@ -85,14 +84,6 @@ def _model_state(model: TrainedModel) -> dict[str, Any]:
         _chunk_key(index, len(model.chunks)): chunk.module.sharded_state_dict(metadata=dict(_MODEL_METADATA))
         for index, chunk in enumerate(model.chunks)
     }
-
-
-def _written_state(name: str, model: TrainedModel) -> dict[str, Any]:
-    """Return the weights and the optimizer of the model `name`, to be written."""
-    state = _model_state(model)
-    state["optimizer"] = dict(enumerate(sharded_optimizer(model.optimizer, state)))
-    add_prefix_for_sharding(state, _prefix(name))
-    return state
 
 
 def _rng_object() -> ShardedObject:
@@ -120,10 +111,10 @@ def complete(models: Mapping[str, TrainedModel]) -> Iterator[None]:
 
 def _progress(model: TrainedModel) -> dict[str, Any]:
     """Return a checkpoint's facts about a model besides tensors: numbers of steps, and settings open to change."""
-    groups = [group for part in parts_of(model.optimizer) for group in part.param_groups]
+    updates = num_updates(model.optimizer)
     return {
         "scheduler_steps": model.scheduler.num_steps,
-        "optimizer_steps": max((int(group.get("step", 0)) for group in groups), default=model.scheduler.num_steps),
+        "optimizer_steps": model.scheduler.num_steps if updates is None else updates,
         "hyperparameters": _hyperparameters(model),
     }
 
@@ -135,14 +126,12 @@ def _hyperparameters(model: TrainedModel) -> dict[str, float]:
 
 def state_to_save(models: Mapping[str, TrainedModel], *, counters: Mapping[str, Any]) -> dict[str, Any]:
     """Return megatron's sharded state with everything that `load` needs, the `POLICY` among the models."""
-    state: dict[str, Any] = {name: _written_state(name, model) for name, model in models.items()}
-    state["rng"] = _rng_object()
-    state["counters"] = dict(counters)
-    state["progress"] = {
-        "num_ranks": distributed.get_world_size(),
-        "models": {name: _progress(model) for name, model in models.items()},
-    }
-    return state
+    state: dict[str, Any] = {name: _model_state(model) for name, model in models.items()}
+    for name, model in models.items():
+        state[name]["optimizer"] = dict(enumerate(sharded_optimizer(model.optimizer, state[name])))
+        add_prefix_for_sharding(state[name], _prefix(name))
+    progress = {"num_ranks": distributed.get_world_size(), "models": {name: _progress(model) for name, model in models.items()}}
+    return state | {"rng": _rng_object(), "counters": dict(counters), "progress": progress}
 
 
 def load(

@@ -81,8 +81,7 @@ class PolicyModel(GPTModel):
         `hidden_states` [N, H] come from the last stage. The answer is the same on every rank.
         Collective over tensor parallel ranks.
         """
-        statistics: TokenStatistics = self.output_layer(hidden_states, self._tied_weight(), **question)
-        return statistics
+        return self.output_layer(hidden_states, self._tied_weight(), **question)
 
 
 def build_model(spec: ModelSpec, config: TransformerConfig, *, attention: Attention) -> list[PolicyModel]:

@@ -80,9 +80,9 @@ class JsonObject:
             raise self._refuse(key, value, words if most == sys.maxsize else f"{words} of at most {most}")
         return value
 
-    def number(self, key: str, *, default: float | None = None, optional: bool = False, or_zero: bool = False) -> float:
+    def number(self, key: str, *, optional: bool = False, or_zero: bool = False) -> float:
         """Return the finite number above 0 at `key`; with `or_zero` 0 is allowed."""
-        value = self._value(key, default, optional)
+        value = self._value(key, None, optional)
         # Python's JSON also reads NaN, Infinity and integers of any length.
         if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max and (value > 0 or or_zero):
             return float(value)

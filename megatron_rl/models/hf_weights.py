@@ -5,6 +5,8 @@ import math
 import re
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,7 @@ from torch import Tensor
 from megatron_rl.models.build import PolicyModel
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.weight_table import Rule, Sharding, as_stored, join, rules, split
+from megatron_rl.system.files import runs_of_bytes
 
 SENT_BYTES = 256 * 2**20
 """The most that one message carries of tensors that one rank has."""
@@ -34,8 +37,7 @@ def export_hf_weights(chunks: Sequence[PolicyModel], spec: ModelSpec) -> Iterato
 def _exported(chunks: Sequence[PolicyModel], spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of the table; tensors of experts may be parts of a tensor in a file."""
     parameters = global_parameters(chunks)
-    owners = _Owners(parameters)
-    for together in _sent_together(spec, owners, dtype=chunks[0].config.params_dtype):
+    for together in _sent_together(spec, _owners(parameters), dtype=chunks[0].config.params_dtype):
         held = [(rule, parameters[name]) for rule in together.rules if (name := held_name(rule, parameters)) in parameters]
         assert len(held) in (0, len(together.rules)), f"this rank has only a part of what is sent with {together.rules[0].megatron}"
         tensors = [tensor for rule, parameter in held for tensor in _gathered(rule, parameter.detach(), spec)]
@@ -74,25 +76,20 @@ def tensor_ranks(rule: Rule) -> dist.ProcessGroup:
     return of_expert() if rule.of_expert else of_rest()
 
 
-class _Owners:
-    """The global rank of each parameter of one pipeline stage or expert parallel rank."""
+_Owners: TypeAlias = "dict[bool, tuple[dist.ProcessGroup | None, Mapping[str, int]]]"
+"""By `Rule.of_expert`: the group of ranks that have different parameters, None without, and the global rank of each name."""
 
-    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
-        """Exchange the names in `parameters`. Collective over expert and pipeline parallel ranks."""
-        stages = parallel_state.get_pipeline_model_parallel_group()
-        self._dense: tuple[dist.ProcessGroup | None, Mapping[str, int]] = (None, {})
-        if stages.size() > 1:
-            self._dense = (stages, _holders(list(parameters), stages))
-        self._expert = self._dense
-        if parallel_state.get_expert_model_parallel_world_size() > 1:
-            # This group is made of all stages' ranks, which together have all experts. A stage's own pipeline
-            # group is only a part.
-            group = parallel_state.get_expert_tensor_model_pipeline_parallel_group()
-            self._expert = (group, _holders(list(parameters), group))
 
-    def of(self, rule: Rule) -> tuple[dist.ProcessGroup | None, Mapping[str, int]]:
-        """Return the group for `rule`, None if every rank has it, and the rank of each name."""
-        return self._expert if rule.of_expert else self._dense
+def _owners(parameters: Mapping[str, Tensor]) -> _Owners:
+    """Exchange the names in `parameters`. Collective over expert and pipeline parallel ranks."""
+    stages = parallel_state.get_pipeline_model_parallel_group()
+    owners: _Owners = dict.fromkeys((False, True), (stages, _holders(list(parameters), stages)) if stages.size() > 1 else (None, {}))
+    if parallel_state.get_expert_model_parallel_world_size() > 1:
+        # This group is made of all stages' ranks, which together have all experts. A stage's own pipeline
+        # group is only a part.
+        group = parallel_state.get_expert_tensor_model_pipeline_parallel_group()
+        owners[True] = group, _holders(list(parameters), group)
+    return owners
 
 
 def _holders(held: list[str], group: dist.ProcessGroup) -> dict[str, int]:
@@ -133,21 +130,17 @@ def _sent_together(spec: ModelSpec, owners: _Owners, *, dtype: torch.dtype) -> I
     """Yield the rules in order, grouped by message, as a mixture has thousands of small experts."""
 
     def sender(rule: Rule) -> tuple[dist.ProcessGroup | None, int | None, torch.dtype]:
-        group, holders = owners.of(rule)
+        group, holders = owners[rule.of_expert]
         return group, None if group is None else holders[held_name(rule, holders)], torch.float32 if rule.float32 else dtype
 
     exported = (rule for rule in rules(spec) if rule.exported)
     for (group, owner, sent_dtype), consecutive in itertools.groupby(exported, sender):
-        message: list[Rule] = []
-        message_bytes = 0
-        for rule in consecutive:
-            num_bytes = sent_dtype.itemsize * sum(math.prod(tensor.shape) for tensor in rule.tensors)
-            if message and (group is None or message_bytes + num_bytes > SENT_BYTES):
-                yield _Sent(message, group, owner, sent_dtype)
-                message, message_bytes = [], 0
-            message.append(rule)
-            message_bytes += num_bytes
-        yield _Sent(message, group, owner, sent_dtype)
+        for message in runs_of_bytes(consecutive, partial(_num_bytes, dtype=sent_dtype), max_bytes=0 if group is None else SENT_BYTES):
+            yield _Sent(message, group, owner, sent_dtype)
+
+
+def _num_bytes(rule: Rule, *, dtype: torch.dtype) -> int:
+    return dtype.itemsize * sum(math.prod(tensor.shape) for tensor in rule.tensors)
 
 
 def _from_owner(together: _Sent, tensors: list[Tensor]) -> list[Tensor]:

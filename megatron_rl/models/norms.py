@@ -32,8 +32,7 @@ class SplitModule(torch.nn.Module):
     ) -> ShardedStateDict:
         """Return megatron-core's checkpoint entry, split over tensor parallel ranks."""
         state = self.state_dict(prefix="", keep_vars=True)
-        sharded: ShardedStateDict = make_sharded_tensors_for_checkpoint(state, prefix, dict.fromkeys(state, 0), sharded_offsets)
-        return sharded
+        return make_sharded_tensors_for_checkpoint(state, prefix, dict.fromkeys(state, 0), sharded_offsets)
 
 
 class RMSNorm(torch.nn.RMSNorm):

@@ -7,14 +7,12 @@ releases differ. megatron-core 0.16 leaves the mark on the replicated down proje
 attention; Transformer Engine 2.18 leaves the mark off the weights of experts.
 """
 
-from collections.abc import Iterator, Sequence
-
-from torch import Tensor
+from collections.abc import Sequence
 
 from megatron_rl.models.build import PolicyModel
 from megatron_rl.models.hf_weights import global_parameters, held_name
 from megatron_rl.models.model_spec import ModelSpec
-from megatron_rl.models.weight_table import Rule, Sharding, rules
+from megatron_rl.models.weight_table import Sharding, rules
 
 
 def mark_parameters(chunks: Sequence[PolicyModel], spec: ModelSpec) -> None:
@@ -24,8 +22,11 @@ def mark_parameters(chunks: Sequence[PolicyModel], spec: ModelSpec) -> None:
     on parameters replicated over ranks with different tokens, and `allreduce` false on the experts
     of expert parallel ranks.
     """
-    config = chunks[0].config
-    for rule, parameter in _trained(chunks, spec):
+    config, parameters = chunks[0].config, global_parameters(chunks)
+    for rule in rules(spec):
+        parameter = parameters.pop(held_name(rule, parameters), None)
+        if parameter is None or rule.float32:
+            continue  # of another rank, or a router's bias
         replicated = rule.sharding is Sharding.REPLICATED
         marks = vars(parameter)
         # Replicated means the same values on all tensor parallel ranks. Biases of whole experts are
@@ -40,13 +41,4 @@ def mark_parameters(chunks: Sequence[PolicyModel], spec: ModelSpec) -> None:
             f"{rule.megatron} is {'' if rule.of_expert else 'not '}of an expert, but its mark allreduce is {not own_group}: its gradient "
             "would be summed over the wrong ranks"
         )
-
-
-def _trained(chunks: Sequence[PolicyModel], spec: ModelSpec) -> Iterator[tuple[Rule, Tensor]]:
-    """Yield the parameters of this rank with their rules, without the routers' biases."""
-    parameters = global_parameters(chunks)
-    for rule in rules(spec):
-        parameter = parameters.pop(held_name(rule, parameters), None)
-        if parameter is not None and not rule.float32:
-            yield rule, parameter
     assert not parameters, f"the weight table has no row for {next(iter(parameters))}"

@@ -142,9 +142,7 @@ def _places(objective: Objective, batch: TrainBatch, data: TokenData, state_valu
 
 
 def values_before(state_values: Floats) -> Floats:
-    """Return values [T] before each token from `state_values` [T] behind each; a sequence's first
-    is any number, read by nobody.
-    """
+    """Return values [T] before each token from `state_values` [T] behind each; a sequence's first is any number."""
     return np.concatenate([np.zeros(1, np.float32), state_values[:-1]])[: len(state_values)]
 
 

@@ -47,9 +47,7 @@ def from_last_stage(values: Tensor, place: Place) -> Tensor:
 
 
 def gather_on_last_stage(values: Tensor) -> Tensor:
-    """Return `values` [n], n may differ, of all dp and cp ranks, one after the other. Collective
-    over the last stage alone.
-    """
+    """Return `values` [n] of all dp and cp ranks, n may differ, in rank order. Collective over the last stage alone."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     sizes = [torch.zeros(1, dtype=torch.int64, device=values.device) for _ in range(group.size())]
     distributed.all_gather(sizes, torch.tensor([len(values)], device=values.device), group=group)
@@ -67,17 +65,9 @@ def reports_of_ranks(report: Report) -> list[Report]:
     return gathered
 
 
-def true_on_ranks(condition: bool) -> bool:
-    """Return True when `condition` holds on every rank. Collective over all ranks."""
-    smallest = torch.tensor([int(condition)], device=collective_device())
-    distributed.all_reduce(smallest, op=distributed.ReduceOp.MIN)
-    return bool(smallest)
-
-
 def sum_sequences(partial_sums: Tensor, group: distributed.ProcessGroup) -> Tensor:
     """Return the sums over `group` of partial sums [S]; differentiable. Collective, also in the backward pass."""
-    total: Tensor = partial_sums if group.size() == 1 else _AllReduce.apply(partial_sums, group)
-    return total
+    return partial_sums if group.size() == 1 else _AllReduce.apply(partial_sums, group)
 
 
 class _AllReduce(torch.autograd.Function):

@@ -18,13 +18,7 @@ from megatron_rl.training.topology import Topology
 
 def check_layout(topology: Topology, spec: ModelSpec, megatron: Mapping[str, Any]) -> None:
     """Raise UserError when the model cannot be divided as `topology` and the user's fields of megatron-core's configuration ask."""
-    topology.check_model(
-        num_layers=spec.num_layers,
-        num_heads=spec.num_heads,
-        num_kv_groups=spec.num_kv_heads,
-        ffn_size=spec.ffn_hidden_size,
-        megatron=megatron,
-    )
+    topology.check_model(spec, megatron)
     if spec.qk_norm_over_heads and spec.num_kv_heads % topology.tp:
         raise UserError(
             f"training.topology: {topology}: tp {topology.tp} ranks would share {spec.num_kv_heads} key-value heads, over all of which "

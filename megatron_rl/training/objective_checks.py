@@ -55,9 +55,7 @@ def check_fits(batch: TrainBatch, spec: ModelSpec) -> None:
 
 
 def check_batch(objective: Objective, batch: TrainBatch, *, rewards: Doubles, trajectory_ids: Ints) -> None:
-    """Raise UserError for data unused by `objective`, or missing; `rewards` and `trajectory_ids`
-    [B] are the whole batch's.
-    """
+    """Raise UserError for data unused by `objective`, or missing; `rewards` and `trajectory_ids` [B] are of all ranks."""
     given = [name for name in _OWN if getattr(batch, name) is not None]
     if not objective.trains_by_rewards:
         if given:

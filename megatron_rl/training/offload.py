@@ -156,7 +156,7 @@ def _tensors(model: TrainedModel, part: Part) -> Iterator[Tensor]:
             for group in owner.optimizer.param_groups:
                 yield from group["params"]
             for state in owner.optimizer.state.values():
-                yield from (value for value in state.values() if isinstance(value, Tensor))
+                yield from (value for name, value in state.items() if name != "step" and isinstance(value, Tensor))
         return
     for chunk in model.chunks:
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):

@@ -10,12 +10,11 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 
-from megatron_rl.checkpoints.optimizer_shards import parts_of
+from megatron_rl.checkpoints.optimizer_shards import parts_of, set_num_updates
 from megatron_rl.config.derived import anneal_steps
 from megatron_rl.config.settings import ScheduleSettings
 from megatron_rl.errors import UserError
 from megatron_rl.models.upstream_fields import checked_fields
-from megatron_rl.training.adam import GroupStepAdam
 
 OPTIMIZER_DEFAULTS: Mapping[str, Any] = {"optimizer": "adam", "lr": 1e-6, "min_lr": 0.0, "weight_decay": 0.0, "clip_grad": 1.0}
 """A small constant rate and no weight decay: RL starts from a trained model, which decay would pull away from without a reward."""
@@ -48,9 +47,7 @@ _DDP_REFUSED = {
 
 
 def validate_optimizer_fields(fields: Mapping[str, Any], *, section: str = "optimizer") -> dict[str, Any]:
-    """Return `fields` of `training.SECTION` in OptimizerConfig's types. Raises UserError for
-    unknown, wrong or derived ones.
-    """
+    """Return `fields` of `training.SECTION` in OptimizerConfig's types. Raises UserError for unknown, wrong or derived ones."""
     # megatron-core leaves some optional fields without a None in their type.
     checked = checked_fields(f"training.{section}", fields, OptimizerConfig, nullable=True)
     for name, reason in _OPTIMIZER_REFUSED.items():
@@ -90,9 +87,7 @@ def _distributed(optimizer: Mapping[str, Any], ddp: Mapping[str, Any]) -> bool:
 def make_configs(
     optimizer: Mapping[str, Any], ddp: Mapping[str, Any], *, dtype: torch.dtype, section: str = "optimizer"
 ) -> tuple[OptimizerConfig, DistributedDataParallelConfig]:
-    """Return the configurations for parameters of `dtype`. Raises UserError, in which `section`
-    names the optimizer's fields.
-    """
+    """Return the configurations for parameters of `dtype`, the optimizer's from `section`. Raises UserError."""
     optimizer, ddp = validate_optimizer_fields(optimizer, section=section), validate_ddp_fields(ddp)
     distributed = {"use_distributed_optimizer": _distributed(optimizer, ddp)}
     if ddp.get("overlap_param_gather") and not distributed["use_distributed_optimizer"]:
@@ -120,11 +115,15 @@ def wrap_ddp(chunks: Sequence[GPTModel], config: TransformerConfig, ddp: Distrib
 
 
 def build_optimizer(config: OptimizerConfig, model: Sequence[DistributedDataParallel]) -> MegatronOptimizer:
-    """Return megatron-core's optimizer of `model`, with `GroupStepAdam` for torch's Adam where no fused one is installed."""
+    """Return megatron-core's optimizer of `model`; torch's Adam, where no fused one is installed, has its state from the start."""
     optimizer = get_megatron_optimizer(config, list(model), use_gloo_process_groups=False)
     for part in parts_of(optimizer):
-        if type(part.optimizer) in (torch.optim.Adam, torch.optim.AdamW):
-            part.optimizer = GroupStepAdam.in_place_of(part.optimizer, decoupled=config.decoupled_weight_decay)
+        if isinstance(part.optimizer, torch.optim.Adam):
+            # megatron-core makes the moments alone, and then torch's Adam misses its counts.
+            part.init_state_fn(part.optimizer, part.config)
+            set_num_updates(part, 0)
+            for group in part.optimizer.param_groups:
+                group["foreach"] = True  # as on a GPU, whose memory is planned on a machine without one
     return optimizer
 
 

@@ -66,9 +66,7 @@ def _run(
     router_step: RouterStep | None = None,
     **options: Any,
 ) -> list[Any]:
-    """Run the schedule; `finish(number, output)` ends each micro-batch, at its positions or
-    `everywhere`, on the last stage.
-    """
+    """Run the schedule; on the last stage `finish(number, output)` ends each micro-batch, at its positions or `everywhere`."""
 
     def forward_step(iterator: Iterator[tuple[int, MicroBatch]], chunk: Chunk) -> tuple[Tensor, Callable[..., Any]]:
         number, micro_batch = next(iterator)
@@ -82,7 +80,7 @@ def _run(
 
     # The interleaved schedule wants an iterator for each model chunk, the others a lone one.
     iterators, interleaved = [enumerate(micro_batches) for _ in chunks], len(chunks) > 1
-    reports: list[Any] = get_forward_backward_func()(
+    return get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=iterators if interleaved else iterators[0],
         model=list(chunks) if interleaved else chunks[0],
@@ -91,7 +89,6 @@ def _run(
         micro_batch_size=1,
         **options,
     )
-    return reports
 
 
 def _look(
@@ -116,9 +113,7 @@ def _look(
 
 
 def _by_token(parts: Sequence[tuple[Ints, Tensor]], place: Place, *, num_tokens: int, device: torch.device) -> Floats:
-    """Return numbers [T] float32, else 0, from the last stage's `parts`, (positions, numbers);
-    equal on tp, cp and pp ranks.
-    """
+    """Return numbers [T] float32, else 0, from the last stage's `parts`, (positions, numbers), on all tp, cp and pp ranks."""
     result = torch.zeros(num_tokens, device=device)
     for index, numbers in parts:
         result[to_device(index, device)] = numbers.float()

@@ -204,9 +204,7 @@ class PolicySteps:
 
 
 def look_before_step(policy: passes.Policy, micro_batches: Sequence[MicroBatch]) -> tuple[list[TokenStatistics], float | None]:
-    """Return each micro-batch's statistics before the step on the last stage, and all ranks' mean
-    entropy, nats. Collective.
-    """
+    """Return each micro-batch's statistics before the step on the last stage, and the mean entropy, nats. Collective."""
     seen = passes.statistics(policy, micro_batches)
     pair = torch.zeros(2, dtype=torch.float64, device=micro_batches[0].input_ids.device)
     if policy.place.reports:
@@ -346,9 +344,7 @@ def apply_gradients(
 
 
 def optimizer_step(optimizer: MegatronOptimizer, *, frozen: bool = False) -> tuple[bool, float]:
-    """Clip and apply finite gradients, unless `frozen`; return their soundness, and their norm
-    before clipping. Collective.
-    """
+    """Clip and apply finite gradients, unless `frozen`; return soundness, and the norm before clipping. Collective."""
     found_inf = optimizer.prepare_grads()
     grad_norm = float(optimizer.get_grad_norm())
     if found_inf or not math.isfinite(grad_norm):

@@ -14,6 +14,7 @@ from torch import distributed
 from megatron_rl.config.checks import topology_contradictions
 from megatron_rl.config.settings import TopologySettings
 from megatron_rl.errors import UserError, counted
+from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.system.device import Device
 from megatron_rl.system.rendezvous import join_store, serve_store
 
@@ -74,23 +75,21 @@ class Topology:
         """Return the number that must divide a rank's token count."""
         return self.tp if self.sequence_parallel else 1
 
-    def check_model(
-        self, *, num_layers: int, num_heads: int, num_kv_groups: int, ffn_size: int, megatron: Mapping[str, Any] | None = None
-    ) -> None:
+    def check_model(self, spec: ModelSpec, megatron: Mapping[str, Any]) -> None:
         """Raise UserError for a model that cannot be divided: heads, KV groups, FFN by tp, layers by stages.
 
         The user's fields `megatron` can have numbers of layers for the end stages. KV groups fewer
         than tp are shared by as many ranks each.
         """
-        self._check_stages(num_layers, megatron or {})
-        for name, size in (("attention heads", num_heads), ("FFN columns", ffn_size)):
+        self._check_stages(spec.num_layers, megatron)
+        fitting, num_kv_groups = _divisors(math.gcd(spec.num_heads, spec.ffn_hidden_size)), spec.num_kv_heads
+        for name, size in (("attention heads", spec.num_heads), ("FFN columns", spec.ffn_hidden_size)):
             if size % self.tp:
                 raise UserError(
-                    f"training.topology: {self}: the model's {size} {name} are not divisible by tp {self.tp}; "
-                    f"choose tp among {_divisors(math.gcd(num_heads, ffn_size))}"
+                    f"training.topology: {self}: the model's {size} {name} are not divisible by tp {self.tp}; choose tp among {fitting}"
                 )
         if num_kv_groups % self.tp and self.tp % num_kv_groups:
-            sizes = [size for size in _divisors(math.gcd(num_heads, ffn_size)) if num_kv_groups % size == 0 or size % num_kv_groups == 0]
+            sizes = [size for size in fitting if num_kv_groups % size == 0 or size % num_kv_groups == 0]
             raise UserError(
                 f"training.topology: {self}: the model's {num_kv_groups} KV groups are neither a multiple nor a divisor of tp {self.tp}; "
                 f"choose tp among {sizes}"

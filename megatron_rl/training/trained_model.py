@@ -1,6 +1,6 @@
 """A model in training: chunks on this rank with gradient buffers, optimizer, and learning rate."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,14 +11,14 @@ from megatron_rl.config.derived import dtype_name
 from megatron_rl.config.settings import ModelSettings, TrainingSettings
 from megatron_rl.errors import UserError
 from megatron_rl.models.attention.attention_choice import resolve_attention
-from megatron_rl.models.build import PolicyModel, TrainedModel, build_model
+from megatron_rl.models.build import TrainedModel, build_model
 from megatron_rl.models.freezing import freeze
 from megatron_rl.models.language_model_head import replace_heads
 from megatron_rl.models.megatron_config import transformer_config
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.parameter_marks import mark_parameters
 from megatron_rl.system.device import Device, local_capability, prepare_megatron
-from megatron_rl.training.collectives import true_on_ranks
+from megatron_rl.training.collectives import reports_of_ranks
 from megatron_rl.training.optimizer import build_optimizer, build_scheduler, make_configs, wrap_ddp
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -55,24 +55,18 @@ def build_trained_model(
     # Building a model imports more of megatron-core, and the shims must reach the new modules too.
     prepare_megatron(device)
     optimizer_config, ddp_config = make_configs(optimizer, training.ddp, dtype=dtype)
-    if training.frozen and optimizer_config.use_distributed_optimizer:
-        _check_ranks_train(chunks)
+    trains = any(parameter.requires_grad for chunk in chunks for parameter in chunk.parameters())
+    if training.frozen and optimizer_config.use_distributed_optimizer and not all(reports_of_ranks(trains)):
+        raise UserError(
+            "training.frozen leaves a pipeline stage with nothing to train, which megatron-core's distributed optimizer cannot save; "
+            "set training.optimizer.use_distributed_optimizer to false, freeze less, or choose another training.topology.pp"
+        )
     wrapped = wrap_ddp(chunks, config, ddp_config)
     built = build_optimizer(optimizer_config, wrapped)
     scheduler = build_scheduler(built, optimizer_config, training.schedule, total_steps=total_steps)
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = built.scale_loss
     return TrainedModel(wrapped, built, scheduler)
-
-
-def _check_ranks_train(chunks: Sequence[PolicyModel]) -> None:
-    """Refuse, on every rank, one without a weight to train, whose distributed optimizer could not be saved. Collective."""
-    trainable = any(parameter.requires_grad for chunk in chunks for parameter in chunk.parameters())
-    if not true_on_ranks(trainable):
-        raise UserError(
-            "training.frozen leaves a pipeline stage with nothing to train, which megatron-core's distributed optimizer cannot save; "
-            "set training.optimizer.use_distributed_optimizer to false, freeze less, or choose another training.topology.pp"
-        )
 
 
 def model_dtype(model: ModelSettings, device: Device) -> torch.dtype:

@@ -16,33 +16,28 @@ from megatron_rl.errors import EngineError
 from megatron_rl.system.rendezvous import serve_store
 from megatron_rl.weights.transport import BucketTransport, Surroundings, WeightSender, WeightSource, WeightSpec, fill_buckets, take_all
 
+# The rank's end
 
-@dataclass(frozen=True, slots=True)
-class BroadcastGroup:
-    """A group on gloo or nccl: the trainer as rank 0 at `address`:`port`, then the ranks of the engines."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BroadcastPlan:
+    """A rank's input for sending `buckets` through a group on gloo or nccl.
+
+    Its members are the trainer as rank 0 at `address`:`port`, then the ranks of the engines; they have
+    `timeout_s` seconds to join.
+    """
 
     address: str
     port: int
     world_size: int
     name: str
     backend: str
-
-
-# The rank's end
-
-
-@dataclass(frozen=True, slots=True)
-class BroadcastPlan:
-    """A rank's input for sending through `group`, with `timeout_s` seconds to join."""
-
-    group: BroadcastGroup
     buckets: tuple[tuple[WeightSpec, ...], ...]
     timeout_s: float
 
     def open(self, source: WeightSource, *, rank: int) -> "BroadcastSender":
         """Join the group as rank 0; other ranks stay outside."""
-        group = join_as_sender(self.group, timeout_s=self.timeout_s) if rank == 0 else None
-        return BroadcastSender(source, self.buckets, group=group)
+        return BroadcastSender(source, self.buckets, group=join_as_sender(self) if rank == 0 else None)
 
 
 class BroadcastSender(WeightSender):
@@ -80,26 +75,25 @@ def _broadcast(flat: Tensor, group: dist.ProcessGroup) -> str | None:
     return None
 
 
-def join_as_sender(group: BroadcastGroup, *, timeout_s: float) -> dist.ProcessGroup:
+def join_as_sender(plan: BroadcastPlan) -> dist.ProcessGroup:
     """Open the group as rank 0 and wait until all engines have joined.
 
     torch's public `new_group` cannot express a group with members outside of the trainer's default group, so this
     calls the private function below (the same signature in torch 2.9 to 2.14).
     """
-    timeout = timedelta(seconds=timeout_s)
-    store = serve_store(group.address, port=group.port, num_clients=group.world_size, timeout_s=timeout_s)
+    store = serve_store(plan.address, port=plan.port, num_clients=plan.world_size, timeout_s=plan.timeout_s)
     with _unbound_default_group():
         process_group, _ = c10d._new_process_group_helper(
-            group.world_size,
+            plan.world_size,
             0,
             [],
-            dist.Backend(group.backend),
-            dist.PrefixStore(group.name, store),
-            group_name=c10d.GroupName(group.name),
-            timeout=timeout,
+            dist.Backend(plan.backend),
+            dist.PrefixStore(plan.name, store),
+            group_name=c10d.GroupName(plan.name),
+            timeout=timedelta(seconds=plan.timeout_s),
             backend_options=None,
         )
-    c10d._world.pg_group_ranks[process_group] = {member: member for member in range(group.world_size)}
+    c10d._world.pg_group_ranks[process_group] = {member: member for member in range(plan.world_size)}
     return process_group
 
 
@@ -132,36 +126,26 @@ class BroadcastTransport(BucketTransport):
         super().__init__(surroundings)
         address, port = surroundings.free_address()
         self._ranks_per_engine = surroundings.ranks_per_engine
-        self._group = BroadcastGroup(
+        self.plan = BroadcastPlan(
             address=address,
             port=port,
             world_size=1 + surroundings.num_engines * surroundings.ranks_per_engine,
             # No other group of an engine has this name, also where one could not be left.
             name=f"weights-{uuid.uuid4().hex}",
             backend=surroundings.backend,
+            buckets=self.buckets,
+            timeout_s=surroundings.timeout_s,
         )
-        self.plan = BroadcastPlan(self._group, self.buckets, surroundings.timeout_s)
 
     async def connect(self, clients: Sequence[EngineClient]) -> None:
         """Let every engine join the group."""
-        group = self._group
-        await asyncio.gather(
-            *(
-                client.join_group(
-                    address=group.address,
-                    port=group.port,
-                    rank_offset=1 + number * self._ranks_per_engine,
-                    world_size=group.world_size,
-                    name=group.name,
-                    backend=group.backend,
-                )
-                for number, client in enumerate(clients)
-            )
-        )
+        group = {name: getattr(self.plan, name) for name in ("address", "port", "world_size", "name", "backend")}
+        offsets = range(1, self.plan.world_size, self._ranks_per_engine)
+        await asyncio.gather(*(client.join_group(rank_offset=first, **group) for client, first in zip(clients, offsets, strict=True)))
 
     async def disconnect(self, client: EngineClient) -> None:
         """Let an engine leave the group."""
-        await client.leave_group(self._group.name)
+        await client.leave_group(self.plan.name)
 
     async def take(self, client: EngineClient, number: int, *, version: int, is_last: bool) -> None:
         """Let an engine receive a bucket."""
@@ -170,6 +154,6 @@ class BroadcastTransport(BucketTransport):
             [spec.name for spec in bucket],
             dtypes=[spec.dtype for spec in bucket],
             shapes=[spec.shape for spec in bucket],
-            group=self._group.name,
+            group=self.plan.name,
             version=version if is_last else None,
         )

@@ -118,16 +118,24 @@ class IpcSender(WeightSender):
                     seats = self._those_that_took(held, version=version, number=number - 1)
                 if not seats:
                     return
-                held = memory_of_seats(flat, seats)
-                self._offer(held, version=version, number=number, scratch=scratch)
+                held = self._offer(flat, seats, version=version, number=number, scratch=scratch)
             assert held, "a model has weights"
             self._those_that_took(held, version=version, number=len(self._plan.buckets) - 1)
 
-    def _offer(self, offered: Mapping[Seat, Tensor], *, version: int, number: int, scratch: Scratch) -> None:
+    def _offer(self, flat: Tensor, seats: Sequence[Seat], *, version: int, number: int, scratch: Scratch) -> dict[Seat, Tensor]:
+        """Offer the content of `flat` [bytes] uint8 to `seats`; return the memory of each, of the first `flat` itself.
+
+        On the CPU each seat gets a file. On a GPU a rank has one seat for each engine beside, and no two ranks of an
+        engine share a bucket.
+        """
         assert self._store is not None, "a rank with seats joins the store"
-        scratch.note(file for flat in offered.values() if not flat.is_cuda for file in shared_files(flat))
-        for seat, flat in offered.items():
-            self._store.set(seat.offer(version, number), handle_of(flat, self._plan.buckets[number]))
+        offered = dict.fromkeys(seats, flat)
+        if not flat.is_cuda:
+            offered |= {seat: allocate_shared(flat.nbytes, flat.device).copy_(flat) for seat in seats[1:]}
+            scratch.note(file for memory in offered.values() for file in shared_files(memory))
+        for seat, memory in offered.items():
+            self._store.set(seat.offer(version, number), handle_of(memory, self._plan.buckets[number]))
+        return offered
 
     def _those_that_took(self, offered: Mapping[Seat, Tensor], *, version: int, number: int) -> tuple[Seat, ...]:
         """Wait until all users are done with each seat's `offered` bucket; return the seats of takers.
@@ -192,18 +200,6 @@ def allocate_shared(num_bytes: int, device: torch.device) -> Tensor:
             "remount,size=4G /dev/shm), or set weights.transport to disk"
         ) from error
     return torch.empty(0, dtype=torch.uint8).set_(storage)
-
-
-def memory_of_seats(flat: Tensor, seats: Sequence[Seat]) -> dict[Seat, Tensor]:
-    """Return memory for each of `seats` with the content of `flat` [bytes] uint8, which the first seat takes itself.
-
-    On the CPU each seat gets a file. On a GPU a rank has one seat for each engine beside, and no two ranks of an
-    engine share a bucket.
-    """
-    offered = dict.fromkeys(seats, flat)
-    for seat in seats[1:] if not flat.is_cuda else ():
-        offered[seat] = allocate_shared(flat.nbytes, flat.device).copy_(flat)
-    return offered
 
 
 def shared_files(flat: Tensor) -> list[Path]:

@@ -46,8 +46,7 @@ class WeightSpec:
     @property
     def torch_dtype(self) -> torch.dtype:
         """Return torch's dtype."""
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return dtype
+        return getattr(torch, self.dtype)
 
     @property
     def num_bytes(self) -> int:

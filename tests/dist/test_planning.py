@@ -140,7 +140,8 @@ def state_bytes(model: Any) -> dict[str, int]:
             weights[storage._cdata] = storage.nbytes()
     buffers = [buffer for chunk in model.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     optimizers = [part.optimizer for part in vars(model.optimizer).get("chained_optimizers", [model.optimizer])]
-    moments = [moment for optimizer in optimizers for state in optimizer.state.values() for moment in state.values()]
+    states = [state for optimizer in optimizers for state in optimizer.state.values()]
+    moments = [moment for state in states for name, moment in state.items() if name != "step"]
     return {
         "num_parameters": sum(parameter.numel() for chunk in model.chunks for parameter in chunk.parameters()),
         "parameters": sum(weights.values()),

@@ -34,7 +34,7 @@ from megatron_rl.errors import EngineError, UserError
 from megatron_rl.rollout.generator import together
 from megatron_rl.system.leftovers import remove_leftovers
 from megatron_rl.types import Group, Prompt, StopReason
-from megatron_rl.weights.broadcast import BroadcastGroup, join_as_sender
+from megatron_rl.weights.broadcast import BroadcastPlan, join_as_sender
 
 VOCAB = 64
 TEMPERATURE = 0.7
@@ -216,16 +216,15 @@ def free_port() -> int:
 
 def test_weights_by_broadcast_take_effect_with_their_version(ask, models) -> None:
     named = list(models["third"][1].state_dict().items())
-    group = BroadcastGroup(address="127.0.0.1", port=free_port(), world_size=2, name="test", backend="gloo")
+    group = {"address": "127.0.0.1", "port": free_port(), "world_size": 2, "name": "test", "backend": "gloo"}
 
     def send(process_group: torch.distributed.ProcessGroup) -> None:
         whole = torch.cat([tensor.flatten().view(torch.uint8) for _, tensor in named])
         torch.distributed.broadcast(whole, src=0, group=process_group)
 
     async def work(client: EngineClient) -> tuple[np.ndarray, int]:
-        joining = asyncio.to_thread(join_as_sender, group, timeout_s=30)
-        place = {"address": group.address, "port": group.port, "rank_offset": 1, "world_size": 2, "name": group.name, "backend": "gloo"}
-        process_group, _ = await asyncio.gather(joining, client.join_group(**place))
+        joining = asyncio.to_thread(join_as_sender, BroadcastPlan(**group, buckets=(), timeout_s=30))
+        process_group, _ = await asyncio.gather(joining, client.join_group(rank_offset=1, **group))
         await score(client, np.array([9, 9, 9, 2]))
         await client.pause("abort")
         await client.begin_weight_update()
@@ -233,13 +232,13 @@ def test_weights_by_broadcast_take_effect_with_their_version(ask, models) -> Non
             [name for name, _ in named],
             dtypes=["float32"] * len(named),
             shapes=[tensor.shape for _, tensor in named],
-            group=group.name,
+            group="test",
             version=3,
         )
         await asyncio.gather(receiving, asyncio.to_thread(send, process_group))
         await client.end_weight_update()
         await client.resume()
-        await client.leave_group(group.name)
+        await client.leave_group("test")
         torch.distributed.destroy_process_group(process_group)
         return await score(client, np.array([9, 9, 9, 2])), await client.weight_version()
 

@@ -57,7 +57,7 @@ def outcome(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 def tensors_of(trainer: Trainer) -> list[torch.Tensor]:
-    """Every tensor that a model, its gradient buffers and its optimizer hold."""
+    """Every tensor that a model, its gradient buffers and its optimizer hold, but for counts, which are in host memory on a GPU, too."""
     found: list[torch.Tensor] = []
     for model in trainer.trained_models().values():
         for chunk in model.chunks:
@@ -65,7 +65,7 @@ def tensors_of(trainer: Trainer) -> list[torch.Tensor]:
             found += [parameter.main_grad for parameter in chunk.parameters()]
         for optimizer in model.optimizer.chained_optimizers if isinstance(model.optimizer, ChainedOptimizer) else [model.optimizer]:
             found += [parameter for group in optimizer.optimizer.param_groups for parameter in group["params"]]
-            found += [value for state in optimizer.optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+            found += [moment for state in optimizer.optimizer.state.values() for name, moment in state.items() if name != "step"]
     return found
 
 

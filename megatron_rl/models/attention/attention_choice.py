@@ -57,8 +57,7 @@ def resolve_attention(
 def chosen_backend(overrides: Mapping[str, Any]) -> AttnBackend:
     """Return Transformer Engine's attention chosen by `overrides`, the fields of `model.megatron`."""
     given = {name: value for name, value in overrides.items() if name == "attention_backend"}
-    backend: AttnBackend = checked_fields("model.megatron", given, TransformerConfig).get("attention_backend", DEFAULT_BACKEND)
-    return backend
+    return checked_fields("model.megatron", given, TransformerConfig).get("attention_backend", DEFAULT_BACKEND)
 
 
 def attention_name(attention: Attention, overrides: Mapping[str, Any]) -> str:

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from megatron_rl.data.packing import local_positions
 from megatron_rl.system.device import to_device
 
 Ints = NDArray[np.int64]
@@ -87,27 +88,33 @@ def plan_attention(cu_seqlens: Ints, *, cp_size: int = 1, cp_rank: int = 0, devi
     """
     cu_seqlens = np.asarray(cu_seqlens, np.int64)
     check_splits(cu_seqlens, cp_size=cp_size)
-    lengths = np.diff(cu_seqlens)
+    lengths, chunks = np.diff(cu_seqlens), (0,) if cp_size == 1 else (cp_rank, 2 * cp_size - 1 - cp_rank)
+    num_chunks, num_queries, num_keys = len(chunks) * cp_size, 0, 0
     buckets: list[Bucket] = []
-    # Empty for a micro-batch without sequences.
-    queries, keys = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    # Of each sequence: the first slot of its queries, of its keys, and the query slots of a chunk.
+    first_query, first_key, chunk_slots = np.zeros((3, len(lengths)), np.int64)
     for rows in _similar_lengths(lengths):
-        sequences = _Rows(lengths[rows], cu_seqlens[rows] // cp_size, int(cu_seqlens[-1]) // cp_size, cp_size, cp_rank)
-        first_query, first_key = sum(map(len, queries)), sum(map(len, keys))
-        buckets.append(Bucket(len(rows), int(sequences.lengths.max()), first_query, first_key, sequences.parts(device)))
-        queries.append(sequences.query_tokens().reshape(-1))
-        keys.append(sequences.key_tokens().reshape(-1))
-    query_tokens, key_tokens = np.concatenate(queries), np.concatenate(keys)
-    num_tokens = int(cu_seqlens[-1]) // cp_size
+        bucket = Bucket(len(rows), int(lengths[rows].max()), num_queries, num_keys, _parts(lengths[rows], chunks, num_chunks, device))
+        chunk_slots[rows] = bucket.length // num_chunks
+        first_query[rows] = num_queries + np.arange(len(rows)) * chunk_slots[rows] * len(chunks)
+        first_key[rows] = num_keys + np.arange(len(rows)) * bucket.length
+        num_queries, num_keys = num_queries + bucket.num_queries, num_keys + len(rows) * bucket.length
+        buckets.append(bucket)
+    sequence = np.repeat(np.arange(len(lengths)), lengths // cp_size)
+    local, chunk_length = np.arange(len(sequence)) - cu_seqlens[sequence] // cp_size, lengths[sequence] // num_chunks
+    token_queries = first_query[sequence] + local // chunk_length * chunk_slots[sequence] + local % chunk_length
+    positions = np.concatenate([local_positions(lengths, cp_size=cp_size, cp_rank=rank) for rank in range(cp_size)])
+    token_keys = np.tile(first_key[sequence], cp_size) + positions
+    query_tokens, key_tokens = _inverse(token_queries, num_queries), _inverse(token_keys, num_keys)
     tensor = partial(to_device, device=device)
     return AttentionPlan(
         query_tokens=tensor(np.maximum(query_tokens, 0)),
-        token_queries=tensor(_inverse(query_tokens, num_tokens)),
+        token_queries=tensor(token_queries),
         query_padding=tensor(np.flatnonzero(query_tokens < 0)),
         key_tokens=tensor(np.maximum(key_tokens, 0)),
-        token_keys=tensor(_inverse(key_tokens, num_tokens * cp_size)),
+        token_keys=tensor(token_keys),
         buckets=tuple(buckets),
-        identity=cp_size == 1 and np.array_equal(query_tokens, np.arange(num_tokens)),
+        identity=cp_size == 1 and np.array_equal(query_tokens, np.arange(len(sequence))),
     )
 
 
@@ -155,61 +162,25 @@ def _similar_lengths(lengths: Ints) -> list[Ints]:
     return groups
 
 
-def _inverse(slot_tokens: Ints, num_tokens: int) -> Ints:
-    inverse = np.full(num_tokens, -1, np.int64)
-    real = np.flatnonzero(slot_tokens >= 0)
-    inverse[slot_tokens[real]] = real
-    assert (inverse >= 0).all(), "every token needs exactly one slot"
-    return inverse
+def _inverse(token_slots: Ints, num_slots: int) -> Ints:
+    """Return the token of each slot, -1 for padding."""
+    tokens = np.full(num_slots, -1, np.int64)
+    tokens[token_slots] = np.arange(len(token_slots))
+    return tokens
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Rows:
-    """The sequences of one bucket: whole lengths [S], offsets [S] of their shards on each rank, and the rank's T."""
+def _parts(lengths: Ints, chunks: tuple[int, ...], num_chunks: int, device: torch.device | str) -> tuple[Part, ...]:
+    """Return the parts of a bucket of sequences of whole `lengths` [S] for the rank with `chunks` of the `num_chunks`."""
+    longest = int(lengths.max()) // num_chunks
+    if num_chunks == 1:
+        return (Part(longest, longest, None, np.arange(longest)[None]),)
+    return tuple(_part(chunk, lengths // num_chunks, longest, device) for chunk in chunks)
 
-    lengths: Ints
-    offsets: Ints
-    num_tokens: int
-    cp_size: int
-    cp_rank: int
 
-    @property
-    def chunks(self) -> tuple[int, ...]:
-        return (0,) if self.cp_size == 1 else (self.cp_rank, 2 * self.cp_size - 1 - self.cp_rank)
-
-    @property
-    def num_chunks(self) -> int:
-        return 1 if self.cp_size == 1 else 2 * self.cp_size
-
-    def query_tokens(self) -> Ints:
-        """Local token of each query slot, [S, parts, C]; -1 is padding."""
-        chunk = self.lengths[:, None, None] // self.num_chunks
-        column = np.arange(self.lengths.max() // self.num_chunks)
-        part = np.arange(len(self.chunks))[:, None]
-        return np.where(column < chunk, self.offsets[:, None, None] + part * chunk + column, -1)
-
-    def key_tokens(self) -> Ints:
-        """Row of each key slot among the gathered keys, natural order, [S, L]; -1 is padding."""
-        position = np.arange(self.lengths.max())
-        if self.cp_size == 1:
-            return np.where(position < self.lengths[:, None], self.offsets[:, None] + position, -1)
-        chunk_length = self.lengths[:, None] // self.num_chunks
-        chunk, within = position // chunk_length, position % chunk_length
-        late = chunk >= self.cp_size
-        rank = np.where(late, 2 * self.cp_size - 1 - chunk, chunk)
-        row = rank * self.num_tokens + self.offsets[:, None] + late * chunk_length + within
-        return np.where(position < self.lengths[:, None], row, -1)
-
-    def parts(self, device: torch.device | str) -> tuple[Part, ...]:
-        longest = int(self.lengths.max())
-        if self.cp_size == 1:
-            return (Part(longest, longest, None, np.arange(longest)[None]),)
-        return tuple(self._part(chunk, longest // self.num_chunks, device) for chunk in self.chunks)
-
-    def _part(self, chunk: int, longest: int, device: torch.device | str) -> Part:
-        """Query j of chunk c is at position c C_i + j of row i and sees the keys up to itself; a padded one sees what the last one does."""
-        lengths = np.unique(self.lengths) if len(np.unique(self.lengths)) == 1 else self.lengths
-        chunk_length = (lengths // self.num_chunks)[:, None]
-        positions = chunk * chunk_length + np.minimum(np.arange(longest), chunk_length - 1)
-        keys = torch.arange((chunk + 1) * longest, device=device)
-        return Part(longest, len(keys), keys <= to_device(positions, device)[:, None, :, None], positions)
+def _part(chunk: int, chunk_lengths: Ints, longest: int, device: torch.device | str) -> Part:
+    """Query j of chunk c is at position c C_i + j of row i and sees the keys up to itself; a padded one sees what the last one does."""
+    distinct = np.unique(chunk_lengths)
+    chunk_length = (distinct if len(distinct) == 1 else chunk_lengths)[:, None]
+    positions = chunk * chunk_length + np.minimum(np.arange(longest), chunk_length - 1)
+    keys = torch.arange((chunk + 1) * longest, device=device)
+    return Part(longest, len(keys), keys <= to_device(positions, device)[:, None, :, None], positions)

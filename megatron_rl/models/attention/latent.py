@@ -130,8 +130,7 @@ class LatentAttention(MLASelfAttention):
         """
         attend = super()._run_core_attention if self.config.attention_backend is AttnBackend.flash else self.core_attention
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
-        output: Tensor = attend(query, key, value, attention_mask, packed_seq_params=packed_seq_params, attn_mask_type=mask_type, **others)
-        return output
+        return attend(query, key, value, attention_mask, packed_seq_params=packed_seq_params, attn_mask_type=mask_type, **others)
 
     def _down(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return latents of queries, or hidden states, and keys [t, rank]; rotary key [T, 1, rope]."""

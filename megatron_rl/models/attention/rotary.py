@@ -9,6 +9,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -223,20 +224,13 @@ def _scaling(parameters: JsonObject, kind: RotaryKind) -> dict[str, Any]:
     if kind == "yarn" and values.get("original_max_position_embeddings") is not None:
         # null is the ratio of the lengths.
         optional.add("factor")
+    readers: dict[str, Callable[[str], Any]] = dict.fromkeys(("short_factor", "long_factor"), parameters.numbers)
+    readers |= dict.fromkeys(("mscale", "mscale_all_dim"), partial(parameters.number, or_zero=True))
+    readers |= {"truncate": parameters.boolean, "original_max_position_embeddings": parameters.integer}
     read: dict[str, Any] = {}
     for key in (*_NEEDED[kind], *_OPTIONAL.get(kind, ())):
-        if key not in values:
-            continue
-        if values[key] is None and key in optional:
-            read[key] = None
-        elif key == "original_max_position_embeddings":
-            read[key] = parameters.integer(key)
-        elif key == "truncate":
-            read[key] = parameters.boolean(key)
-        elif key in ("short_factor", "long_factor"):
-            read[key] = parameters.numbers(key)
-        else:
-            read[key] = parameters.number(key, or_zero=key in ("mscale", "mscale_all_dim"))
+        if key in values:
+            read[key] = None if values[key] is None and key in optional else readers.get(key, parameters.number)(key)
     if kind == "llama3" and read["high_freq_factor"] <= read["low_freq_factor"]:
         low, high = read["low_freq_factor"], read["high_freq_factor"]
         raise UserError(

@@ -130,7 +130,7 @@ class _Record:
 
 
 class RoutedLayer(TransformerLayer):
-    """A transformer layer with the routed tokens passed on to its router.
+    """A transformer layer with experts, which passes the routed tokens on to its router.
 
     Activation recompute runs the layer again, with the packed sequences of the first run. A router
     with a memory of the last micro-batch would take the wrong sequences.
@@ -138,7 +138,7 @@ class RoutedLayer(TransformerLayer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._recompute_experts = self.is_moe_layer and self.mlp.moe_layer_recompute
+        self._recompute_experts = self.mlp.moe_layer_recompute
         if self._recompute_experts:
             # Recomputed here, with the norm, because upstream's checkpoint would run the router again without
             # its layer.
@@ -146,9 +146,6 @@ class RoutedLayer(TransformerLayer):
 
     @contextmanager
     def _routing(self, routing: Routing | None) -> Iterator[None]:
-        if not self.is_moe_layer:
-            yield
-            return
         before, self.mlp.router.routing_call = self.mlp.router.routing_call, routing
         try:
             yield
@@ -191,10 +188,7 @@ class UnevenAllGatherDispatcher(MoEAllGatherTokenDispatcher):
         distributed.all_reduce(longest, distributed.ReduceOp.MAX, group=self.tp_ep_group)
         rows = (0, 0, 0, int(longest) - self._num_tokens)
         self.routing_map = torch.nn.functional.pad(self.routing_map, rows)
-        gathered: tuple[Tensor, Tensor] = super().token_dispatch(
-            torch.nn.functional.pad(hidden_states, rows), torch.nn.functional.pad(probs, rows)
-        )
-        return gathered
+        return super().token_dispatch(torch.nn.functional.pad(hidden_states, rows), torch.nn.functional.pad(probs, rows))
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
         """Return the experts' output for this rank's tokens [n, H]."""

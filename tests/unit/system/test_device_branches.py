@@ -72,7 +72,6 @@ THE_SAME_ON_A_GPU: dict[str, str] = {
     "weights/ipc.py IpcSender.send": "torch drops what nobody uses any more",
     "weights/ipc.py IpcSender._offer": "files that a CPU's memory leaves",
     "weights/ipc.py IpcSender._those_that_took": "users of a CPU's memory, which are counted here",
-    "weights/ipc.py memory_of_seats": "a rank on a GPU has one seat of an engine",
     "weights/ipc.py allocate_shared": "torch.empty, where a CPU needs a file",
     "engines/server_args.py keeps_prefixes": "what the CPU's server does not have",
     "engines/sglang_server.py main": "shims for a server without a GPU",

@@ -1,5 +1,7 @@
 """Topologies that fit, and the arithmetic shown for those that do not."""
 
+import dataclasses
+
 import pytest
 import torch
 from megatron.core.parallel_state import RankGenerator
@@ -7,6 +9,7 @@ from megatron.core.parallel_state import RankGenerator
 from megatron_rl.config.settings import TopologySettings
 from megatron_rl.errors import UserError
 from megatron_rl.models.megatron_config import transformer_config
+from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.read_spec import parse_model_spec
 from megatron_rl.training.topology import Topology
 
@@ -19,6 +22,10 @@ QWEN3 = {
     "head_dim": 16,
     "intermediate_size": 96,
 }
+
+
+def model(**sizes: int) -> ModelSpec:
+    return dataclasses.replace(parse_model_spec({**QWEN3, "num_hidden_layers": 1}, origin="config.json"), **sizes)
 
 
 @pytest.mark.parametrize(
@@ -95,12 +102,12 @@ def test_sizes_that_do_not_fit_are_refused_with_the_arithmetic(settings: dict[st
 def test_models_that_cannot_be_divided_are_refused(settings: dict[str, int], message: str) -> None:
     topology = Topology.of(TopologySettings.model_validate(settings))
     with pytest.raises(UserError, match=message):
-        topology.check_model(num_layers=6, num_heads=12, num_kv_groups=2, ffn_size=24)
+        topology.check_model(model(num_layers=6, num_heads=12, num_kv_heads=2, ffn_hidden_size=24), {})
 
 
 def check_stages(num_layers: int, *, pp: int, vpp: int = 1, **megatron: object) -> None:
     topology = Topology.of(TopologySettings(num_ranks=pp, pp=pp, vpp=vpp))
-    topology.check_model(num_layers=num_layers, num_heads=4, num_kv_groups=4, ffn_size=16, megatron=megatron)
+    topology.check_model(model(num_layers=num_layers, num_heads=4, num_kv_heads=4, ffn_hidden_size=16), megatron)
 
 
 def ends(first: object, last: object) -> dict[str, object]:

@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from megatron_rl.errors import EngineError
 from megatron_rl.weights import broadcast
-from megatron_rl.weights.broadcast import BroadcastGroup, BroadcastPlan, BroadcastSender, join_as_sender
+from megatron_rl.weights.broadcast import BroadcastPlan, BroadcastSender, join_as_sender
 from megatron_rl.weights.transport import WeightSpec
 
 
@@ -50,9 +50,14 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def make_plan(backend: str = "gloo") -> BroadcastPlan:
+    group = {"address": "127.0.0.1", "port": free_port(), "world_size": 1, "name": "weights", "backend": backend}
+    return BroadcastPlan(**group, buckets=BUCKETS, timeout_s=30.0)
+
+
 def test_the_group_of_a_sync_is_not_split_from_the_trainers(default_group: dist.ProcessGroup) -> None:
     """To split, NCCL waits for all ranks of the trainer, of which only rank 0 joins."""
-    join_as_sender(BroadcastGroup("127.0.0.1", free_port(), 1, "weights", "nccl"), timeout_s=30)
+    join_as_sender(make_plan(backend="nccl"))
     (options,) = FakeNccl.made
     assert "split_from" not in vars(options) or options.split_from is None
     assert default_group.bound_device_id == torch.device("cuda", 0)
@@ -64,7 +69,7 @@ def test_a_group_that_cannot_be_made_leaves_the_trainers_bound(default_group: di
 
     monkeypatch.setattr(c10d, "_new_process_group_helper", fail)
     with pytest.raises(RuntimeError, match="no engines"):
-        join_as_sender(BroadcastGroup("127.0.0.1", free_port(), 1, "weights", "nccl"), timeout_s=30)
+        join_as_sender(make_plan(backend="nccl"))
     assert default_group.bound_device_id == torch.device("cuda", 0)
 
 
@@ -87,17 +92,16 @@ BUCKETS = ((WeightSpec("a", "float32", (3,)),), (WeightSpec("b", "float32", (2, 
 def test_rank_zero_sends_every_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[tuple[list[float], int, object]] = []
     monkeypatch.setattr(dist, "broadcast", lambda flat, src, group: sent.append((flat.view(torch.float32).tolist(), src, group)))
-    monkeypatch.setattr(broadcast, "join_as_sender", lambda group, *, timeout_s: (group.name, timeout_s))
-    plan = BroadcastPlan(BroadcastGroup("10.0.0.1", 1, 2, "weights", "gloo"), BUCKETS, 30.0)
-    plan.open(Source(), rank=0).send(version=1)  # type: ignore[arg-type]
+    monkeypatch.setattr(broadcast, "join_as_sender", lambda plan: (plan.name, plan.timeout_s))
+    make_plan().open(Source(), rank=0).send(version=1)  # type: ignore[arg-type]
     assert sent == [([0.0, 1.0, 2.0], 0, ("weights", 30.0)), ([1.0] * 4, 0, ("weights", 30.0))]
 
 
 def test_other_ranks_take_part_in_gathering_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(broadcast, "join_as_sender", lambda group, *, timeout_s: pytest.fail("only rank 0 is in the group"))
+    monkeypatch.setattr(broadcast, "join_as_sender", lambda plan: pytest.fail("only rank 0 is in the group"))
     monkeypatch.setattr(broadcast, "fill_buckets", lambda weights, buckets: pytest.fail("only the sender needs the memory of a bucket"))
     source = Source()
-    sender = BroadcastPlan(BroadcastGroup("10.0.0.1", 1, 2, "weights", "gloo"), BUCKETS, 30.0).open(source, rank=3)  # type: ignore[arg-type]
+    sender = make_plan().open(source, rank=3)  # type: ignore[arg-type]
     assert isinstance(sender, BroadcastSender)
     sender.send(version=1)
     assert source.taken == 2
@@ -127,12 +131,12 @@ def test_a_rank_that_cannot_send_gathers_and_leaves_its_group(monkeypatch: pytes
 
 def test_a_closed_sender_has_left_its_group_for_the_next() -> None:
     for _ in range(2):
-        group = BroadcastGroup("127.0.0.1", free_port(), 1, "weights", "gloo")
-        sender = BroadcastPlan(group, BUCKETS, 30.0).open(Source(), rank=0)  # type: ignore[arg-type]
+        plan = make_plan()
+        sender = plan.open(Source(), rank=0)  # type: ignore[arg-type]
         assert "weights" in c10d._world.pg_names.values()
         sender.send(version=1)
         joined = weakref.ref(sender._group)  # type: ignore[type-var]
         sender.close()
         assert "weights" not in c10d._world.pg_names.values()
         assert joined() is None, "its connections end with it, and with them what engines wait for"
-    BroadcastPlan(group, BUCKETS, 30.0).open(Source(), rank=1).close()  # type: ignore[arg-type]
+    plan.open(Source(), rank=1).close()  # type: ignore[arg-type]

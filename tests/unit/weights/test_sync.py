@@ -186,9 +186,9 @@ def test_every_rank_of_every_engine_has_a_place_in_the_group(make_run: Callable[
     assert [path for path, _ in joined] == ["/init_weights_update_group"] * 2
     assert [body.pop("rank_offset") for _, body in joined] == [1, 3]
     (plan,) = run.ranks.plans
-    expected = {"master_address": "10.0.0.1", "master_port": 1234, "world_size": 5, "group_name": plan.group.name, "backend": "gloo"}
+    expected = {"master_address": "10.0.0.1", "master_port": 1234, "world_size": 5, "group_name": plan.name, "backend": "gloo"}
     assert all(body == expected for _, body in joined)
-    assert (plan.group.address, plan.group.port, plan.group.world_size, plan.group.backend) == ("10.0.0.1", 1234, 5, "gloo")
+    assert (plan.address, plan.port, plan.world_size, plan.backend) == ("10.0.0.1", 1234, 5, "gloo")
     assert plan.buckets == BUCKETS and plan.timeout_s == SYNC_TIMEOUT_S
 
 
@@ -301,20 +301,20 @@ def test_a_sync_after_a_change_connects_the_present_members(make_run: Callable[.
         await sync.run(version=1)
         await sync.run(version=2)
         (first,) = run.ranks.plans
-        assert connections(0) == [(CONNECT, first.group.name, 1, 3)] and connections(1) == [(CONNECT, first.group.name, 2, 3)]
+        assert connections(0) == [(CONNECT, first.name, 1, 3)] and connections(1) == [(CONNECT, first.name, 2, 3)]
 
         run.pool.leave(run.clients[0], EngineError("gone"))
         await sync.run(version=3)
         second = run.ranks.plans[-1]
-        assert second.group.name != first.group.name
+        assert second.name != first.name
         assert run.servers[0].calls == [] and [server.served for server in run.servers] == [2, 3, 0]
-        assert connections(1) == [(DISCONNECT, first.group.name, None, None), (CONNECT, second.group.name, 1, 2)]
+        assert connections(1) == [(DISCONNECT, first.name, None, None), (CONNECT, second.name, 1, 2)]
 
         run.pool.join(run.clients[2])
         await sync.run(version=4)
         third = run.ranks.plans[-1]
-        assert connections(1) == [(DISCONNECT, second.group.name, None, None), (CONNECT, third.group.name, 1, 3)]
-        assert connections(2) == [(CONNECT, third.group.name, 2, 3)]
+        assert connections(1) == [(DISCONNECT, second.name, None, None), (CONNECT, third.name, 1, 3)]
+        assert connections(2) == [(CONNECT, third.name, 2, 3)]
         assert [server.served for server in run.servers] == [2, 4, 4] and len(run.ranks.plans) == 3
         assert run.log.count(("closed",)) == 2
 
