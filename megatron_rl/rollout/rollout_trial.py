@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_rl.config.settings import RolloutSettings
+from megatron_rl.data.row_files import Row
 from megatron_rl.engines.answers import Generation
 from megatron_rl.engines.sampling import Sampling
 from megatron_rl.errors import UserError, counted
@@ -79,8 +80,17 @@ def scripted_experts(tokens: Ints) -> Experts:
     return np.stack([tokens % 50, 50 + np.arange(len(tokens)) % 200], axis=-1).astype(np.uint8)[:, None]
 
 
+def _probe(row: Row) -> Prompt:
+    messages = () if isinstance(row.prompt, str) else row.prompt
+    text = row.prompt if isinstance(row.prompt, str) else messages[-1]["content"]
+    return Prompt(id="contract", token_ids=np.array([1, 2, 3]), text=text, label=row.label, metadata=row.metadata, messages=messages)
+
+
 class RolloutTrial:
-    """A trial of a rollout, own function or hosted; every method raises UserError on a breach."""
+    """A trial of a rollout, own function or hosted; every method raises UserError on a breach.
+
+    It is asked for an answer to `row`, whose tokens are made up, or without one to `2+2=`.
+    """
 
     def __init__(
         self,
@@ -89,10 +99,12 @@ class RolloutTrial:
         tokenizer: "PreTrainedTokenizerBase | NumberTokenizer | None" = None,
         model_type: str | None = None,
         need_experts: bool = True,
+        row: Row | None = None,
     ) -> None:
         self._settings, self._model_type, self._name = settings, model_type, settings.name
         self._tokenizer: Any = tokenizer or NumberTokenizer()
         self._need_experts = need_experts
+        self._prompt = _probe(row or Row(origin="", prompt="2+2=", label="4", response=None, metadata={}))
         self._engine = ScriptedEngine(len(self._tokenizer))
         self.samples: tuple[Sample, ...] = ()
 
@@ -107,10 +119,9 @@ class RolloutTrial:
         self.samples = asyncio.run(work())
 
     async def _call(self, rollout: Rollout, num_samples: int) -> tuple[Sample, ...]:
-        prompt = Prompt(id="contract", token_ids=np.array([1, 2, 3]), text="2+2=", label="4")
         try:
             made = rollout(
-                prompt=prompt,
+                prompt=self._prompt,
                 generator=self._engine,
                 sampling=Sampling(max_tokens=8),
                 num_samples=num_samples,
@@ -126,7 +137,7 @@ class RolloutTrial:
         try:
             return check_samples(
                 samples,
-                prompt=prompt,
+                prompt=self._prompt,
                 num_samples=num_samples,
                 vocab_size=len(self._tokenizer),
                 max_tokens=self._engine.context,

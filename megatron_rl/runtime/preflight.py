@@ -31,7 +31,8 @@ from megatron_rl.config.settings import (
     TopologySettings,
     TrainingSettings,
 )
-from megatron_rl.data.row_files import check_is_data_file
+from megatron_rl.data.row_files import check_is_data_file, read_first_row
+from megatron_rl.data.row_source import OwnRows
 from megatron_rl.data.source import RunPrompts
 from megatron_rl.data.tokenizer import check_ends, load_tokenizer, model_type
 from megatron_rl.engines.server_args import check_environment, check_records_routing, check_tensor_parallel, validate_server_args
@@ -117,7 +118,7 @@ def preflight(settings: Settings, *, resume: bool = False, probe: bool = True) -
         checks.append(partial(check_answers, runtime.ray_address))
     if not settings.rollout.is_single_turn and not settings.supervised:
         need_experts = settings.training.routing_replay
-        checks.append(partial(_check_own_rollout, settings.rollout, model.path, need_experts=need_experts))
+        checks.append(partial(_check_own_rollout, settings.rollout, model.path, data, seed=run.seed, need_experts=need_experts))
     return _run_checks(checks, setting_notes(settings))
 
 
@@ -282,10 +283,14 @@ def _check_rollout(rollout: RolloutSettings, model: Path, *, directory: Path, re
         require(rollout.filter.function, "filter", rollout.filter.args)
 
 
-def _check_own_rollout(rollout: RolloutSettings, model: Path, *, need_experts: bool) -> list[str]:
-    """Try the user's own rollout with a scripted engine and the model's tokenizer; note an environment's renderer."""
+def _check_own_rollout(rollout: RolloutSettings, model: Path, data: DataSettings, *, seed: int, need_experts: bool) -> list[str]:
+    """Try the user's own rollout on the first row with a scripted engine and the model's tokenizer; note an environment's renderer."""
     tokenizer = load_tokenizer(model)
-    trial = RolloutTrial(rollout, tokenizer=tokenizer, model_type=model_type(model), need_experts=need_experts)
+    if data.train is None:
+        (row,) = OwnRows(settings=data, seed=seed, need_response=False).first(1)
+    else:
+        row = read_first_row(data.train, settings=data)
+    trial = RolloutTrial(rollout, tokenizer=tokenizer, model_type=model_type(model), need_experts=need_experts, row=row)
     trial.run()
     trial.check_trained()
     trial.check_masked()
