@@ -1,4 +1,4 @@
-"""Each example of agents for a step, with all real parts."""
+"""Each example of agents for two steps, with all real parts."""
 
 import os
 import shlex
@@ -28,7 +28,13 @@ def test_an_example_of_agents(name: str, tmp_path: Path, finish: Callable[..., N
     paths = (f"run.directory={warm}", f"model.path={task}/model", f"data.train={task}/supervised.jsonl")
     finish(tmp_path / "sft.txt", *sft, *paths, "run.num_steps=30")
     paths = (f"run.directory={rl}", f"model.path={warm}/huggingface", f"data.train={task}/train.jsonl", f"data.eval={task}/held_out.jsonl")
-    sizes = ("run.num_steps=1", "run.eval_interval=0", "data.prompts_per_step=2", "data.samples_per_prompt=2")
+    sizes = (
+        "run.num_steps=1",
+        "training.schedule.warmup_steps=1",
+        "run.eval_interval=0",
+        "data.prompts_per_step=2",
+        "data.samples_per_prompt=2",
+    )
     finish(tmp_path / "grpo.txt", *grpo, *paths, *sizes)
     row: dict[str, Any] = metrics(rl)[1]
     assert row["rollout/failures"] == 0 and row["rollout/reward"] > 0 and row["train/log_prob_diff"] <= 1e-4
