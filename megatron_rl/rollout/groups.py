@@ -31,7 +31,7 @@ ATTEMPTS = 3
 """Attempts at a trajectory, each with new seeds. Alone with an environment or an agent; else
 the first is together with the other trajectories of the prompt."""
 MOST_ALONE = 256
-"""Trajectories made alone at the same time, each with a process where it has an environment."""
+"""Trajectories made alone at the same time, each with a process where it has an environment; as many more are evaluated."""
 AGENTS_PER_CORE = 4
 """Commands of agents at the same time: each starts an interpreter, and mostly waits for engines."""
 SLOW_REWARD_S = 1.0  # waits for rewards shorter than this are not worth a write to the disk
@@ -66,7 +66,7 @@ def load_rollout(settings: RolloutSettings) -> Rollout:
 
 
 def most_alone(settings: RolloutSettings) -> int:
-    """Return the number of places. Waiting for a place does not count as time of the rollout."""
+    """Return the number of places of training, and of evaluation. Waiting for a place is no time of the rollout."""
     if settings.agent is None or not settings.agent.command:
         return MOST_ALONE
     return settings.agent.max_processes or len(os.sched_getaffinity(0)) * AGENTS_PER_CORE
@@ -94,7 +94,8 @@ class GroupMaker:
         self._rollout, self._pool, self._tokenizer, self._score = rollout, pool, tokenizer, score
         self._seed, self._max_tokens, self._timeout_s = seed, max_tokens, settings.timeout_s
         self._first_alone = 0 if settings.is_hosted else 1  # the attempt from which on each trajectory is made alone
-        self._places = asyncio.Semaphore(most_alone(settings))
+        # Evaluation waits for no training trajectory, which may stand still until the next step.
+        self._places = {urgency: asyncio.Semaphore(most_alone(settings)) for urgency in Urgency}
         ends = [tokenizer.eos_token_id]
         self._samplings = {greedy: make_sampling(settings.sampling, eos_token_ids=ends, greedy=greedy) for greedy in (False, True)}
 
@@ -174,7 +175,7 @@ class GroupMaker:
                 return await self._call(generator, prompt, sampling, count)
 
         async def alone(number: int) -> Samples | Failure:
-            async with self._places:  # for all attempts: none waits behind later trajectories
+            async with self._places[urgency]:  # for all attempts: none waits behind later trajectories
                 for again in range(self._first_alone, ATTEMPTS):
                     self.num_retries += bool(again)
                     # No session name begins with a zero character.

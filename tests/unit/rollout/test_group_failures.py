@@ -310,3 +310,24 @@ def test_a_place_is_held_over_all_attempts(monkeypatch: pytest.MonkeyPatch) -> N
     maker = GroupMaker(settings, rollout, pool=pool, tokenizer=NumberTokenizer(), score=None, seed=0, max_tokens=64)  # type: ignore[arg-type]
     asyncio.run(make())
     assert calls == [first.id] * 3 + [second.id] * 3
+
+
+def test_an_evaluation_needs_no_place_of_a_tail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step has ended: its trajectories hold all places until the next step, and no request of theirs goes out."""
+    monkeypatch.setattr(groups, "MOST_ALONE", 1)
+
+    async def evaluated() -> Group:
+        await pool.interrupt()
+        tail = asyncio.create_task(maker.make(first, num_samples=2))
+        await asyncio.sleep(0.01)
+        group = await asyncio.wait_for(maker.make(second, num_samples=1, urgency=Urgency.EVALUATION), 5)
+        assert not tail.done()
+        pool.readmit()
+        await tail
+        return group
+
+    first, second = make_prompts(2)
+    settings = RolloutSettings(environment="a:B", sampling=SamplingSettings(max_response_tokens=4))
+    pool = EnginePool([Engine()], max_requests=8)  # type: ignore[list-item]
+    maker = GroupMaker(settings, single_turn, pool=pool, tokenizer=NumberTokenizer(), score=None, seed=0, max_tokens=64)  # type: ignore[arg-type]
+    assert len(asyncio.run(evaluated()).samples) == 1
