@@ -24,12 +24,14 @@ ADD = {"name": "add", "description": "Add.", "parameters": {"type": "object", "p
 
 
 class Gate(Policy):
-    """A policy that answers once `opened`; `num_running` and `num_cancelled` are its requests."""
+    """A policy that answers once `opened`, and whose aborts end once `aborted`; `num_running` and `num_cancelled` are its requests."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.opened = asyncio.Event()
+        self.aborted = asyncio.Event()
         self.opened.set()
+        self.aborted.set()
         self.num_running = self.num_cancelled = 0
 
     async def generate(
@@ -40,6 +42,7 @@ class Gate(Policy):
             await self.opened.wait()
         except asyncio.CancelledError:
             self.num_cancelled += 1
+            await self.aborted.wait()
             raise
         finally:
             self.num_running -= 1

@@ -88,6 +88,8 @@ def test_a_key_ends_with_its_trajectory() -> None:
         ({"n": 65}, 400, ["had 0 answers and 65 more", "rollout.max_turns"]),
         ({"stop": [""]}, 400, ["stop is ['']"]),
         ({"stop": ["x"] * 17}, 400, ["needs at most 16 texts"]),
+        ({"stop": "x" * 257}, 400, ["stop is ['xxx", "of 1 to 256 characters"]),
+        ({"messages": [{"role": "assistant", "content": None, "function_call": {"name": "a"}}, USER]}, 400, ["[0] has function_call"]),
         ({"stream": "yes"}, 400, ["stream is 'yes'"]),
         ({"tools": [{"type": "web_search"}]}, 400, ["tools[0] is {'type': 'web_search'}"]),
         ({"messages": []}, 400, ["need a message to answer"]),
@@ -155,6 +157,8 @@ def test_other_settings_may_be_overridden() -> None:
             status, answer = await one.chat(model="gpt-4o", temperature=0.2, seed=3)
             assert (status, answer["model"]) == (200, "policy")
             assert (await one.chat())[0] == 200
+            count = {"model": "claude", "messages": [USER]}
+            assert (await one.post("/v1/messages/count_tokens", count))[0] == 200, "which asks for no answer"
             assert (one.session.num_overridden, one.session.num_refused) == (1, 0)
             assert {sampling.temperature for sampling in one.policy.samplings} == {1.0}
             assert error_of(await one.chat(custom_logit_processor="x"), "not known") == 400
@@ -251,6 +255,49 @@ def test_a_client_that_goes_away_aborts_its_request(streams: bool, count: int, m
             one.policy.opened.set()
             assert (await one.chat(headers=RETRY))[0] == 200
             assert len(one.session.conversation.turns) == 1 and one.session._num_asked == 1
+
+    run(work())
+
+
+def test_a_retry_during_the_abort_is_answered_anew() -> None:
+    """An engine takes a while to abort, and the client that gave up comes again meanwhile."""
+
+    async def work() -> None:
+        async with served(["A"]) as one:
+            one.policy.opened.clear()
+            one.policy.aborted.clear()
+            first = asyncio.create_task(one.chat(headers={"idempotency_key": "k"}))
+            second = asyncio.create_task(one.chat())
+            await until(lambda: one.policy.num_running == 2)
+            first.cancel()
+            second.cancel()
+            await until(lambda: one.policy.num_cancelled == 2)
+            one.policy.opened.set()
+            for headers in ({"idempotency_key": "k"}, RETRY):
+                one.policy.texts = ["A", "B"]
+                assert (await one.chat(headers=headers))[0] == 200
+            one.policy.aborted.set()
+            await until(lambda: one.policy.num_running == 0)
+            assert len(one.session.conversation.turns) == one.session._num_asked == 2
+
+    run(work())
+
+
+def test_a_retry_is_at_the_request_that_was_given_up() -> None:
+    """Two equal requests at the same time, of which one loses its client, are two answers."""
+
+    async def work() -> None:
+        async with served(["A", "B"]) as one:
+            one.policy.opened.clear()
+            first, second = (asyncio.create_task(one.chat()) for _ in range(2))
+            await until(lambda: one.policy.num_running == 2)
+            first.cancel()
+            await until(lambda: one.policy.num_cancelled == 1)
+            again = asyncio.create_task(one.chat(headers=RETRY))
+            await until(lambda: one.policy.num_running == 2)
+            one.policy.opened.set()
+            said = [(await each)[1]["choices"][0]["message"]["content"] for each in (second, again)]
+            assert sorted(said) == ["A", "B"] and len(one.session.conversation.turns) == 2
 
     run(work())
 
