@@ -16,7 +16,6 @@ from megatron_rl.engines.engine_pool import EnginePool, Urgency
 from megatron_rl.engines.sampling import Sampling, make_sampling
 from megatron_rl.errors import MegatronRLError, TrajectoryError, UserError
 from megatron_rl.plugins.kinds import Generator, Rollout
-from megatron_rl.plugins.loader import load
 from megatron_rl.rollout.generator import KeptAnswers, PoolGenerator, together
 from megatron_rl.rollout.sample_checks import check_samples, without_outdated_experts
 from megatron_rl.types import Failure, Group, Prompt, Reward, Sample, last_samples, trajectories
@@ -58,11 +57,6 @@ async def single_turn(
         )
         for index, generation in enumerate(generations)
     )
-
-
-def load_rollout(settings: RolloutSettings) -> Rollout:
-    """Load the rollout named in the settings; `single_turn` by default. Raises UserError."""
-    return single_turn if settings.function is None else load(settings.function, kind="rollout", args=settings.args)
 
 
 def most_alone(settings: RolloutSettings) -> int:

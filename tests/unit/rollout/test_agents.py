@@ -21,7 +21,7 @@ from megatron_rl.observe.group_metrics import rollout_metrics
 from megatron_rl.observe.metrics import metric_values
 from megatron_rl.plugins.loader import kind_of
 from megatron_rl.rollout.groups import MOST_ALONE, most_alone
-from megatron_rl.rollout.opened_rollout import check_hosted, opened_rollout
+from megatron_rl.rollout.opened_rollout import load_rollout, opened_rollout
 from megatron_rl.rollout.sample_checks import check_samples
 from megatron_rl.runtime.plugin_contracts import check
 from megatron_rl.types import Group, Prompt, Sample
@@ -212,8 +212,8 @@ def test_commands_at_once_follow_from_the_cores() -> None:
 
 def test_an_agent_that_is_not_there_is_refused() -> None:
     with pytest.raises(UserError, match=r"rollout\.agent\.command begins with no-such-program.*driver's node"):
-        check_hosted(RolloutSettings(agent=AgentSettings(command=("no-such-program",))))
+        load_rollout(RolloutSettings(agent=AgentSettings(command=("no-such-program",))))
     with pytest.raises(UserError, match=r"rollout\.agent\.function agents_under_test:main .*is called as \(prompt=\.\."):
-        check_hosted(RolloutSettings(agent=AgentSettings(function="agents_under_test:main")))
+        load_rollout(RolloutSettings(agent=AgentSettings(function="agents_under_test:main")))
     with pytest.raises(UserError, match=r"rollout\.args\.bonus is 'x'"):
-        check_hosted(RolloutSettings(agent=AgentSettings(function="agents_under_test:count"), args={"bonus": "x"}))
+        load_rollout(RolloutSettings(agent=AgentSettings(function="agents_under_test:count"), args={"bonus": "x"}))
