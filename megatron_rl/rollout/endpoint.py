@@ -194,7 +194,10 @@ class Endpoint(AbstractAsyncContextManager["Endpoint", None]):
     async def __aenter__(self) -> "Endpoint":
         application = web.Application(client_max_size=MAX_BODY_BYTES)
         application.router.add_route("*", "/{path:.*}", self._serve)
-        self._runner = web.AppRunner(application, handler_cancellation=True, access_log=None, shutdown_timeout=CLOSE_S)
+        # Compressed, 3 GB are 13 MB, and the event loop would see to nothing else for seconds.
+        self._runner = web.AppRunner(
+            application, handler_cancellation=True, auto_decompress=False, access_log=None, shutdown_timeout=CLOSE_S
+        )
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", 0).start()
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"

@@ -1,6 +1,7 @@
 """The endpoint over real HTTP: who is answered, what is refused, retries, branches and clients that go away."""
 
 import asyncio
+import gzip
 import json
 import socket
 from typing import Any
@@ -117,6 +118,15 @@ def test_a_body_that_is_no_object_is_refused(body: str | bytes) -> None:
     async def work() -> None:
         async with served(["A"]) as one:
             assert error_of(await one.post("/v1/chat/completions", body), "needs") == 400
+
+    run(work())
+
+
+def test_no_body_is_decompressed() -> None:
+    async def work() -> None:
+        async with served(["A"]) as one:
+            body = gzip.compress(json.dumps({"model": "policy", "messages": [USER]}).encode())
+            assert error_of(await one.post("/v1/chat/completions", body, Content_Encoding="gzip"), "no JSON") == 400
 
     run(work())
 
