@@ -62,12 +62,7 @@ class Conversation:
     """Turns of one trajectory, answered by `generator`; `session` prefers one engine."""
 
     def __init__(
-        self,
-        renderer: "Renderer",
-        generator: Generator,
-        *,
-        tokenizer: "PreTrainedTokenizerBase",
-        session: str | None = None,
+        self, renderer: "Renderer", generator: Generator, *, tokenizer: "PreTrainedTokenizerBase", session: str | None = None
     ) -> None:
         self._renderer, self._generator, self._tokenizer, self._session = renderer, generator, tokenizer, session
         self.turns: list[Turn] = []

@@ -10,7 +10,7 @@ import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any
 
 from aiohttp import web
@@ -203,7 +203,7 @@ class Endpoint(AbstractAsyncContextManager["Endpoint", None]):
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._runner.cleanup()
 
     @asynccontextmanager

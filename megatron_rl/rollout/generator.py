@@ -82,7 +82,7 @@ class PoolGenerator(AbstractAsyncContextManager["PoolGenerator", None]):
         """Return the seconds since the start without a request waiting for an engine."""
         return self._own_before_s + (0.0 if self._own_since_s is None else time.monotonic() - self._own_since_s)
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._closed = True
         await cancel(self._requests)
 
