@@ -52,7 +52,7 @@ class _Work:
 
     @property
     def is_given_up(self) -> bool:
-        """Return True where no client waited any more before the answer, also while the engine still aborts it."""
+        """Return True where the last client went away before the answer."""
         return self.task.cancelling() > 0
 
 

@@ -30,7 +30,8 @@ ATTEMPTS = 3
 """Attempts at a trajectory, each with new seeds. Alone with an environment or an agent; else
 the first is together with the other trajectories of the prompt."""
 MOST_ALONE = 256
-"""Trajectories made alone at the same time, each with a process where it has an environment; as many more are evaluated."""
+"""Trajectories made alone at the same time, and as many more in an evaluation, each with a process
+where it has an environment."""
 AGENTS_PER_CORE = 4
 """Commands of agents at the same time: each starts an interpreter, and mostly waits for engines."""
 SLOW_REWARD_S = 1.0  # waits for rewards shorter than this are not worth a write to the disk
@@ -60,7 +61,7 @@ async def single_turn(
 
 
 def most_alone(settings: RolloutSettings) -> int:
-    """Return the number of places of training, and of evaluation. Waiting for a place is no time of the rollout."""
+    """Return the number of places. Waiting for a place does not count as time of the rollout."""
     if settings.agent is None or not settings.agent.command:
         return MOST_ALONE
     return settings.agent.max_processes or len(os.sched_getaffinity(0)) * AGENTS_PER_CORE

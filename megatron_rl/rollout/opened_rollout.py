@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 
 def load_rollout(settings: RolloutSettings) -> Rollout:
-    """Return the rollout of own code, `single_turn` without any. Raises UserError, also for an environment or agent not found."""
+    """Return the function of the settings, `single_turn` by default.
+
+    Raises UserError, also for an environment or an agent that cannot be loaded or found.
+    """
     agent = settings.agent
     if settings.environment is not None:
         load(settings.environment, kind="environment", args=settings.args)
