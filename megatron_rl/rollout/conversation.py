@@ -18,6 +18,7 @@ import numpy as np
 from megatron_rl.engines.answers import Generation
 from megatron_rl.engines.sampling import Sampling
 from megatron_rl.plugins.kinds import Generator
+from megatron_rl.rollout.renderers import REFUSALS
 from megatron_rl.types import Ints, Message, Prompt, Sample, StopReason
 
 if TYPE_CHECKING:
@@ -133,10 +134,18 @@ class Conversation:
             # A bridge may cut what was sampled behind a marker of the turn's end.
             if bridged is not None and bridged.token_ids[: len(turn.token_ids)] == turn.token_ids.tolist():
                 return turn, np.array(bridged.token_ids, np.int64)
-        ids = np.array(self._renderer.render_ids([dict(each) for each in messages], tools=tools, add_generation_prompt=True), np.int64)
+        ids = np.array(self._render(messages, tools=tools, add_generation_prompt=True), np.int64)
         # A template that changes nothing before the new messages keeps the tokens, too.
         kept = [turn for turn in finished if np.array_equal(ids[: len(turn.token_ids)], turn.token_ids)]
         return max(kept, key=lambda turn: len(turn.prompt_ids), default=None), ids
+
+    def _render(self, messages: Sequence[Message], *, tools: Any, add_generation_prompt: bool = False) -> list[int]:
+        """Return messages in tokens, with calls as text where the template refuses those that cannot be read."""
+        options = {"tools": tools, "add_generation_prompt": add_generation_prompt}
+        try:
+            return self._renderer.render_ids([dict(message) for message in messages], **options)
+        except REFUSALS:
+            return self._renderer.render_ids([_with_text(message) for message in messages], **options)
 
     def _read(self, generation: Generation, prompt_ids: Ints, tools: Any) -> Message:
         """Return the answer as a message; each call that cannot be read has its `error`."""
@@ -169,7 +178,10 @@ class Conversation:
         Markers are the tokenizer's added tokens but those of reasoning, which templates drop.
         """
         markers = {number: token.content for number, token in self._tokenizer.added_tokens_decoder.items() if "think" not in token.content}
-        ids = self._renderer.render_ids([dict(message) for message in messages], tools=_offered(tools))
+        try:
+            ids = self._render(messages, tools=_offered(tools))
+        except REFUSALS as error:
+            return f"the chat template refuses the whole: {type(error).__name__}: {error}"
         needed = [markers[token] for token in ids if token in markers]
         got = [markers[token] for token in self.turns[-1].token_ids.tolist() if token in markers]
         # A family whose next message begins with the end of an answer has sampled this marker already.
@@ -225,6 +237,17 @@ class Conversation:
 def _offered(tools: Sequence[Message]) -> list[dict[str, Any]] | None:
     """Return tools in the form of a request, None for none."""
     return [{"type": "function", "function": dict(tool)} for tool in tools] or None
+
+
+def _with_text(message: Message) -> dict[str, Any]:
+    """Return a message whose unreadable calls are part of its text."""
+    calls = message.get("tool_calls") or ()
+    unread = [call["function"]["arguments"] for call in calls if not isinstance(call["function"]["arguments"], dict)]
+    if not unread:
+        return dict(message)
+    left = [call for call in calls if isinstance(call["function"]["arguments"], dict)]
+    said = {name: value for name, value in message.items() if name != "tool_calls"}
+    return {**said, "content": "\n".join(map(str, filter(None, [message["content"], *unread])))} | ({"tool_calls": left} if left else {})
 
 
 def _key(message: Mapping[str, Any]) -> str:

@@ -14,7 +14,6 @@ from types import MappingProxyType
 from typing import Any
 
 from aiohttp import web
-from jinja2 import TemplateError
 from pydantic_core import from_json
 
 from megatron_rl.config.settings import RolloutSettings
@@ -23,6 +22,7 @@ from megatron_rl.rollout.anthropic_dialect import Messages
 from megatron_rl.rollout.conversation import Asked, Conversation, Turn
 from megatron_rl.rollout.dialects import MODEL, ChatCompletions, Completions, Fields, Request, RequestRefusal
 from megatron_rl.rollout.generator import cancel, together
+from megatron_rl.rollout.renderers import REFUSALS
 from megatron_rl.types import Message
 
 MAX_BODY_BYTES = 2**24
@@ -162,7 +162,7 @@ class Session:
             if request.text is not None:
                 return self.conversation.continued(request.text)
             return self.conversation.rendered(request.messages, tools=request.tools)
-        except (TemplateError, TypeError, ValueError, AttributeError, ArithmeticError, LookupError) as error:
+        except REFUSALS as error:
             raise RequestRefusal(f"the chat template refuses the messages: {type(error).__name__}: {error}", cause="template") from error
 
     async def _answer(self, asked: Asked, request: Request) -> Sequence[Turn]:

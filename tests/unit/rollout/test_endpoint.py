@@ -365,7 +365,8 @@ def test_a_refused_template_is_a_cause() -> None:
         async with served(["A"], template=template) as one:
             assert error_of(await one.chat({"role": "system", "content": "Be."}, USER), "the chat template refuses", "no system") == 400
             assert one.session.cause is not None and one.session.cause.cause == "template"
-            assert (await one.chat())[0] == 200
+            deep = {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "add", "arguments": "[" * 3000}}]}
+            assert (await one.chat(USER, deep, USER))[0] == 200, "which no JSON reader takes"
 
     run(work())
 
