@@ -17,6 +17,7 @@ import numpy as np
 
 from megatron_rl.engines.answers import Generation
 from megatron_rl.engines.sampling import Sampling
+from megatron_rl.errors import TrajectoryError
 from megatron_rl.plugins.kinds import Generator
 from megatron_rl.rollout.renderers import REFUSALS
 from megatron_rl.types import Ints, Message, Prompt, Sample, StopReason
@@ -78,6 +79,7 @@ class Conversation:
         """Return the policy's answer to `messages`, or None where the context has no room for one.
 
         `sampling.max_tokens` bounds the answer. A turn that ended without a stop is never extended.
+        Raises TrajectoryError for messages that the template refuses.
         """
         asked = self.rendered(messages, tools=tools)
         if len(asked.prompt_ids) >= self.context:
@@ -106,10 +108,13 @@ class Conversation:
         return Turn(asked.parent, asked.prompt_ids, generation, message, (*asked.history, _key(message)), ended_by)
 
     def rendered(self, messages: Sequence[Message], *, tools: Sequence[Message] = ()) -> Asked:
-        """Return the request behind the deepest turn that `messages` extend."""
+        """Return the request behind the deepest turn that `messages` extend. Raises TrajectoryError."""
         offered = _offered(tools)
-        history = (_key({"tools": offered}), *map(_key, messages))
-        return Asked(*self._rendered(messages, history, offered), history, offered)
+        try:
+            history = (_key({"tools": offered}), *map(_key, messages))
+            return Asked(*self._rendered(messages, history, offered), history, offered)
+        except REFUSALS as error:
+            raise TrajectoryError("template", f"the chat template refuses the messages: {type(error).__name__}: {error}") from error
 
     def continued(self, text: str) -> Asked:
         """Return the request to continue `text`, behind the deepest turn whose whole text it begins with."""

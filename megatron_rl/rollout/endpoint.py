@@ -18,11 +18,11 @@ from pydantic_core import from_json
 
 from megatron_rl.config.settings import RolloutSettings
 from megatron_rl.engines.sampling import Sampling
+from megatron_rl.errors import TrajectoryError
 from megatron_rl.rollout.anthropic_dialect import Messages
 from megatron_rl.rollout.conversation import Asked, Conversation, Turn
 from megatron_rl.rollout.dialects import MODEL, ChatCompletions, Completions, Fields, Request, RequestRefusal
 from megatron_rl.rollout.generator import cancel, together
-from megatron_rl.rollout.renderers import REFUSALS
 from megatron_rl.types import Message
 
 MAX_BODY_BYTES = 2**24
@@ -158,12 +158,12 @@ class Session:
 
     def rendered(self, request: Request) -> Asked:
         """Return the request in tokens. Raises RequestRefusal for one that the template refuses."""
+        if request.text is not None:
+            return self.conversation.continued(request.text)
         try:
-            if request.text is not None:
-                return self.conversation.continued(request.text)
             return self.conversation.rendered(request.messages, tools=request.tools)
-        except REFUSALS as error:
-            raise RequestRefusal(f"the chat template refuses the messages: {type(error).__name__}: {error}", cause="template") from error
+        except TrajectoryError as error:
+            raise RequestRefusal(str(error), cause=error.cause) from error
 
     async def _answer(self, asked: Asked, request: Request) -> Sequence[Turn]:
         """Return the answers, all turns of the tree together; no turn where one is missing."""

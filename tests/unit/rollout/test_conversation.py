@@ -8,7 +8,7 @@ import pytest
 from chat_parts import PLAIN_TEMPLATE, THINKING_TEMPLATE, Policy, call, chat_tokenizer
 
 from megatron_rl.engines.sampling import Sampling
-from megatron_rl.errors import UserError
+from megatron_rl.errors import TrajectoryError, UserError
 from megatron_rl.rollout.conversation import Conversation, Turn
 from megatron_rl.rollout.renderers import choose_renderer
 from megatron_rl.types import Message, Prompt, Sample, StopReason
@@ -267,6 +267,13 @@ def test_a_whole_that_the_template_refuses_is_a_difference() -> None:
     asked = {"role": "user", "content": "No."}
     found = talk.conversation.structure_difference([asked, talk.ask(asked).message], tools=[TOOL])
     assert found == "the chat template refuses the whole: TemplateError: no"
+
+
+def test_messages_that_the_template_refuses_are_a_cause() -> None:
+    template = PLAIN_TEMPLATE + "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    with pytest.raises(TrajectoryError, match="the chat template refuses the messages: TemplateError: no system") as raised:
+        Talk([], template=template).ask({"role": "system", "content": "Be."}, USER)
+    assert raised.value.cause == "template"
 
 
 def test_each_call_has_an_id_of_its_own() -> None:
