@@ -169,8 +169,8 @@ class Conversation:
             message["reasoning_content"] = parsed.reasoning_content
         calls = []
         for call in parsed.tool_calls:
-            readable = call.status == "ok" and isinstance(call.name, str) and isinstance(call.arguments, dict)
-            called = call.name if isinstance(call.name, str) else ""
+            called = call.name if isinstance(call.name, str) and _is_json(call.name) else ""
+            readable = call.status == "ok" and call.name == called and isinstance(call.arguments, dict) and _is_json(call.arguments)
             function = {"name": called, "arguments": call.arguments if readable else call.raw}
             name = call.id or f"call_{next(self._num_calls)}"
             fault = {} if readable else {"error": "malformed_structure" if call.status == "ok" else str(call.status)}
@@ -244,6 +244,15 @@ def _offered(tools: Sequence[Message]) -> list[dict[str, Any]] | None:
     return [{"type": "function", "function": dict(tool)} for tool in tools] or None
 
 
+def _is_json(value: Any) -> bool:
+    """Return True for a value that every reader of JSON takes: no NaN, no half of a surrogate pair."""
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
 def _with_text(message: Message) -> dict[str, Any]:
     """Return a message whose unreadable calls are part of its text."""
     calls = message.get("tool_calls") or ()
@@ -267,6 +276,7 @@ def read_arguments(arguments: Any) -> Any:
     if not isinstance(arguments, str):
         return arguments
     try:
-        return json.loads(arguments)
+        read = json.loads(arguments)
     except (ValueError, RecursionError):
         return arguments
+    return read if _is_json(read) else arguments

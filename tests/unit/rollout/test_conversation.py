@@ -230,6 +230,9 @@ def test_answers_stay_within_the_context() -> None:
         ('<tool_call>\n{"name": "add"', "unclosed_block"),
         ('<tool_call>\n{"arguments": {}}\n</tool_call>', "missing_name"),
         (call("add", "[1]"), "malformed_structure"),
+        (call("add", '{"a": "\\ud800"}'), "malformed_structure"),
+        (call("add", '{"a": NaN}'), "malformed_structure"),
+        (call("\\ud800", "{}"), "malformed_structure"),
         ('<tool_call>\n{"name": ["add"], "arguments": {}}\n</tool_call>', "malformed_structure"),
         # More than Python's own reader of JSON takes.
         (call("add", "[" * 2000), "invalid_json"),

@@ -431,6 +431,23 @@ def test_calls_keep_the_tokens_before() -> None:
     run(work())
 
 
+@pytest.mark.parametrize("said", ["\\ud800", "1", "a"])
+def test_a_clients_copy_of_any_call_is_read(said: str) -> None:
+    """Also of arguments that no reader of JSON takes, as a client sends back what the policy wrote."""
+
+    async def work() -> None:
+        async with served([call("add", f'{{"a": "{said}"}}'), "Four."]) as one:
+            tools = [{"type": "function", "function": ADD}]
+            _, answer = await one.chat(tools=tools)
+            message = answer["choices"][0]["message"]
+            result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "4"}
+            assert (await one.chat(USER, message, result, tools=tools))[0] == 200
+            first, second = one.session.conversation.turns
+            assert second.parent is first
+
+    run(work())
+
+
 def test_a_stream_says_that_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "KEEP_ALIVE_S", 0.01)
 
