@@ -318,7 +318,7 @@ async def together(work: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
         await cancel(tasks)
 
 
-async def cancel(tasks: Iterable["asyncio.Task[Any]"]) -> None:
+async def cancel(tasks: Iterable["asyncio.Future[Any]"]) -> None:
     """Cancel tasks and wait for their end, so that their aborts reach the engines."""
     tasks = list(tasks)
     for task in tasks:

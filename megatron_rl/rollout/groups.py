@@ -3,9 +3,9 @@
 import asyncio
 import os
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from megatron_rl.types import Failure, Group, Prompt, Reward, Sample, last_sampl
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Score = Callable[[Sample], Coroutine[Any, Any, Reward]]
+Score = Callable[[Sample], Awaitable[Reward]]
 Samples = tuple[Sample, ...]
 
 ATTEMPTS = 3
@@ -137,7 +137,7 @@ class GroupMaker:
         if self._score is None:
             return group
         parts = trajectories(group.samples)
-        scoring = asyncio.create_task(together(self._score(part[-1]) for part in parts))
+        scoring = asyncio.gather(*(self._score(part[-1]) for part in parts))
         try:
             if buffer is not None:
                 await asyncio.wait([scoring], timeout=SLOW_REWARD_S)
@@ -145,8 +145,9 @@ class GroupMaker:
                     buffer.put_samples(group)
             rewards = await scoring
         finally:
-            # A wait alone does not end the calls.
-            await cancel([scoring])
+            if not scoring.done():
+                # A wait alone does not end the calls.
+                await cancel([scoring])
         rewards = [_total(part[-1].reward, reward) for part, reward in zip(parts, rewards, strict=True)]
         by_index = {sample.index: reward for part, reward in zip(parts, rewards, strict=True) for sample in part}
         return replace(group, samples=tuple(replace(sample, reward=by_index[sample.index]) for sample in group.samples))
