@@ -20,6 +20,7 @@ from megatron_rl.types import Ints, Prompt, Sample
 
 PROMPT = Prompt(id="p", token_ids=np.array([1]), text="Hi.", label="4")
 USER = {"role": "user", "content": "Hi."}
+RETRY = {"x_stainless_retry_count": "1"}
 ADD = {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {}}}
 
 
@@ -69,6 +70,14 @@ class Served:
 
     def samples(self) -> tuple[Sample, ...]:
         return self.session.conversation.samples(PROMPT, trajectory=0)
+
+
+def error_of(answer: tuple[int, Any], *words: str) -> int:
+    """The status of an error in OpenAI's form with these words."""
+    status, body = answer
+    assert set(body) == {"error"} and set(body["error"]) == {"message", "type", "param", "code"}
+    assert all(word in body["error"]["message"] for word in words), body
+    return status
 
 
 async def until(condition: Callable[[], bool]) -> None:

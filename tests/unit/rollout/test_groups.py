@@ -1,5 +1,4 @@
 import asyncio
-import gc
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -109,38 +108,6 @@ def test_answers_that_wait_for_rewards_survive_a_kill(tmp_path: Path, monkeypatc
         assert client.calls == 1, "of the group that was not kept"
         assert [sample.reward.value for sample in again[1].samples if sample.reward] == [0.0, 1.0]
         assert again[1].samples[1].response_ids.tolist() == [1, 1]
-
-
-def test_a_group_that_ends_while_it_is_scored_leaves_nothing(tmp_path: Path) -> None:
-    """As each surplus group of a step: nothing that asyncio would print, and no call that goes on."""
-    said: list[Any] = []
-    scoring = ended = 0
-
-    async def score(sample: Sample) -> Reward:
-        nonlocal scoring, ended
-        scoring += 1
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended += 1
-        raise AssertionError
-
-    async def work(buffer: Buffer) -> None:
-        asyncio.get_running_loop().set_exception_handler(lambda loop, context: said.append(context["message"]))
-        maker = make_maker(EnginePool([Engine()], max_requests=8), score=score)  # type: ignore[list-item]
-        making = asyncio.create_task(maker.make(buffer.take_pending(1)[0], num_samples=2, buffer=buffer))
-        while scoring < 2:
-            await asyncio.sleep(0.001)
-        making.cancel()
-        await asyncio.wait([making])
-        assert ended == 2
-        del making
-        gc.collect()
-
-    with Buffer(tmp_path / "buffer.sqlite") as buffer:
-        buffer.add_prompts(make_prompts(1))
-        asyncio.run(work(buffer))
-    assert said == []
 
 
 @pytest.mark.parametrize(("num_samples", "mixture", "calls"), [(2, None, 0), (3, None, 1), (1, None, 1), (2, MIXTURE, 5)])
