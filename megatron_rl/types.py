@@ -191,8 +191,8 @@ def last_samples(samples: Iterable[Sample]) -> tuple[Sample, ...]:
 class Failure:
     """A trajectory without a result after all attempts of its rollout.
 
-    `cause` is error, timeout, contract, environment or context, of agents also agent, budget,
-    template or no_request; `headline` one line, equal for failures of one kind and any prompt;
+    `cause` is error, timeout, contract, environment, context or template, of agents also agent,
+    budget or no_request; `headline` one line, equal for failures of one kind and any prompt;
     `trace` a traceback, where there is one.
     """
 

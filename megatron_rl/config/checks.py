@@ -116,6 +116,8 @@ def setting_notes(settings: Settings) -> list[str]:
         unread = [f"the section {name}" for name, section in sections.items() if section != type(section)()]
         unread += ["runtime.colocate true"] * settings.runtime.colocate + ["training.routing_replay true"] * training.routing_replay
         found += [f"{name} has no effect: {because}" for name in unread]
+    else:
+        found += [f"{name} has no effect: {settings.rollout.name} does not read it" for name in _unread(settings.rollout)]
     if not objective.has_critic and training.critic != CriticSettings():
         kind = objective.advantage.kind
         found.append(f"the section training.critic has no effect: objective.advantage.kind is {kind}, only gae trains a critic")
@@ -128,6 +130,17 @@ def setting_notes(settings: Settings) -> list[str]:
             f"training.reference_interval {training.reference_interval} has no effect: the objective reads the reference for every batch"
         )
     return found
+
+
+def _unread(rollout: RolloutSettings) -> Iterator[str]:
+    """Yield the changed settings of other kinds of rollouts."""
+    hosted, agent, own = rollout.is_hosted, rollout.agent, rollout.function or rollout.environment or rollout.agent
+    readers = {"args": own, "max_turns": hosted, "renderer": hosted, "step_timeout_s": rollout.environment}
+    yield from (
+        f"rollout.{name}" for name, read in readers.items() if not read and getattr(rollout, name) != getattr(RolloutSettings(), name)
+    )
+    if agent is not None and agent.function and agent.max_processes:
+        yield "rollout.agent.max_processes"
 
 
 def _uncorrected(got: str, loss: str) -> str:

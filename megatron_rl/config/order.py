@@ -49,7 +49,8 @@ class FirstComplete(Choice):
 
     def ahead(self, per_step: int, *, max_staleness: int, steps_left: int) -> int:
         """Do as `InOrder.ahead`."""
-        return min(math.ceil(self.oversampling * per_step) - per_step, steps_left * per_step)
+        # 10 times 1.1 is above 11 by rounding.
+        return min(math.ceil(self.oversampling * per_step - 1e-6) - per_step, steps_left * per_step)
 
     def quotas(self, begun: Mapping[str, float], *, count: int, per_step: int, max_staleness: int, step: int) -> list[Quota]:
         """Do as `InOrder.quotas`: so many groups that later steps can take the rest in time.

@@ -128,7 +128,9 @@ class AgentSettings(Section):
 
     command: tuple[str, ...] = Field((), description="Program and arguments; its last line of output may be the reward.")
     function: str | None = Field(None, description="Your own async function, package.module:function, instead of a command.")
-    max_processes: int | None = Field(None, ge=1, le=2**12, description="Commands at once; 4 for each core of this node when not set.")
+    max_processes: int | None = Field(
+        None, ge=1, le=2**12, description="Commands at once, and as many more in an evaluation; 4 for each core when not set."
+    )
     sampling: Literal["refuse", "override"] = Field(
         "refuse",
         description="Answer to a request for another model or sampling than the run's: an error, or the run's, and a count in the metrics.",

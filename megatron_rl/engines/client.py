@@ -11,7 +11,6 @@ import uuid
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, TypeVar, get_args
 
 import aiohttp
@@ -75,7 +74,7 @@ class EngineClient:
         self._sessions = _session(pooled, self.address.api_key), _session(single_use, self.address.api_key)
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(self, *_: object) -> None:
         sessions, self._sessions = self._sessions or (), None
         for session in sessions:
             await session.close()
@@ -239,13 +238,7 @@ class EngineClient:
         await self._control("/destroy_weights_update_group", {"group_name": name})
 
     async def receive_bucket(
-        self,
-        names: Sequence[str],
-        *,
-        dtypes: Sequence[str],
-        shapes: Iterable[Sequence[int]],
-        group: str,
-        version: int | None = None,
+        self, names: Sequence[str], *, dtypes: Sequence[str], shapes: Iterable[Sequence[int]], group: str, version: int | None = None
     ) -> None:
         """Receive tensors that rank 0 of `group` broadcasts during this call, as one of uint8.
 

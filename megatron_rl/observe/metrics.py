@@ -139,7 +139,7 @@ _TABLE: tuple[tuple[str, type[Metric], str, str, str], ...] = (
         "rollout/failures/*",
         Sum,
         "trajectories",
-        "Those of one cause: error, timeout, contract, environment, context; of agents also agent, budget, template, no_request",
+        "Those of one cause: error, timeout, contract, environment, context, template; of agents also agent, budget, no_request",
         "0; mend the rollout",
     ),
     ("rollout/left_out_groups", Sum, "groups", "Groups too few of whose trajectories were made; other prompts take their places", "0"),

@@ -6,15 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_rl.rollout.conversation import Turn
-from megatron_rl.rollout.dialects import (
-    MODEL,
-    Fields,
-    Request,
-    RequestRefusal,
-    check_messages,
-    text_of,
-    usage_of,
-)
+from megatron_rl.rollout.dialects import MODEL, Fields, Request, RequestRefusal, check_messages, text_of, usage_of
 from megatron_rl.types import Message, StopReason
 
 _ERRORS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 500: "api_error"}

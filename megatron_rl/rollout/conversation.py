@@ -17,7 +17,9 @@ import numpy as np
 
 from megatron_rl.engines.answers import Generation
 from megatron_rl.engines.sampling import Sampling
+from megatron_rl.errors import TrajectoryError
 from megatron_rl.plugins.kinds import Generator
+from megatron_rl.rollout.renderers import REFUSALS
 from megatron_rl.types import Ints, Message, Prompt, Sample, StopReason
 
 if TYPE_CHECKING:
@@ -62,12 +64,7 @@ class Conversation:
     """Turns of one trajectory, answered by `generator`; `session` prefers one engine."""
 
     def __init__(
-        self,
-        renderer: "Renderer",
-        generator: Generator,
-        *,
-        tokenizer: "PreTrainedTokenizerBase",
-        session: str | None = None,
+        self, renderer: "Renderer", generator: Generator, *, tokenizer: "PreTrainedTokenizerBase", session: str | None = None
     ) -> None:
         self._renderer, self._generator, self._tokenizer, self._session = renderer, generator, tokenizer, session
         self.turns: list[Turn] = []
@@ -82,6 +79,7 @@ class Conversation:
         """Return the policy's answer to `messages`, or None where the context has no room for one.
 
         `sampling.max_tokens` bounds the answer. A turn that ended without a stop is never extended.
+        Raises TrajectoryError for messages that the template refuses.
         """
         asked = self.rendered(messages, tools=tools)
         if len(asked.prompt_ids) >= self.context:
@@ -110,10 +108,13 @@ class Conversation:
         return Turn(asked.parent, asked.prompt_ids, generation, message, (*asked.history, _key(message)), ended_by)
 
     def rendered(self, messages: Sequence[Message], *, tools: Sequence[Message] = ()) -> Asked:
-        """Return the request behind the deepest turn that `messages` extend."""
+        """Return the request behind the deepest turn that `messages` extend. Raises TrajectoryError."""
         offered = _offered(tools)
-        history = (_key({"tools": offered}), *map(_key, messages))
-        return Asked(*self._rendered(messages, history, offered), history, offered)
+        try:
+            history = (_key({"tools": offered}), *map(_key, messages))
+            return Asked(*self._rendered(messages, history, offered), history, offered)
+        except REFUSALS as error:
+            raise TrajectoryError("template", f"the chat template refuses the messages: {type(error).__name__}: {error}") from error
 
     def continued(self, text: str) -> Asked:
         """Return the request to continue `text`, behind the deepest turn whose whole text it begins with."""
@@ -138,10 +139,18 @@ class Conversation:
             # A bridge may cut what was sampled behind a marker of the turn's end.
             if bridged is not None and bridged.token_ids[: len(turn.token_ids)] == turn.token_ids.tolist():
                 return turn, np.array(bridged.token_ids, np.int64)
-        ids = np.array(self._renderer.render_ids([dict(each) for each in messages], tools=tools, add_generation_prompt=True), np.int64)
+        ids = np.array(self._render(messages, tools=tools, add_generation_prompt=True), np.int64)
         # A template that changes nothing before the new messages keeps the tokens, too.
         kept = [turn for turn in finished if np.array_equal(ids[: len(turn.token_ids)], turn.token_ids)]
         return max(kept, key=lambda turn: len(turn.prompt_ids), default=None), ids
+
+    def _render(self, messages: Sequence[Message], *, tools: Any, add_generation_prompt: bool = False) -> list[int]:
+        """Return messages in tokens, with calls as text where the template refuses those that cannot be read."""
+        options = {"tools": tools, "add_generation_prompt": add_generation_prompt}
+        try:
+            return self._renderer.render_ids([dict(message) for message in messages], **options)
+        except REFUSALS:
+            return self._renderer.render_ids([_with_text(message) for message in messages], **options)
 
     def _read(self, generation: Generation, prompt_ids: Ints, tools: Any) -> Message:
         """Return the answer as a message; each call that cannot be read has its `error`."""
@@ -160,8 +169,8 @@ class Conversation:
             message["reasoning_content"] = parsed.reasoning_content
         calls = []
         for call in parsed.tool_calls:
-            readable = call.status == "ok" and isinstance(call.name, str) and isinstance(call.arguments, dict)
-            called = call.name if isinstance(call.name, str) else ""
+            called = call.name if isinstance(call.name, str) and _is_json(call.name) else ""
+            readable = call.status == "ok" and call.name == called and isinstance(call.arguments, dict) and _is_json(call.arguments)
             function = {"name": called, "arguments": call.arguments if readable else call.raw}
             name = call.id or f"call_{next(self._num_calls)}"
             fault = {} if readable else {"error": "malformed_structure" if call.status == "ok" else str(call.status)}
@@ -174,7 +183,10 @@ class Conversation:
         Markers are the tokenizer's added tokens but those of reasoning, which templates drop.
         """
         markers = {number: token.content for number, token in self._tokenizer.added_tokens_decoder.items() if "think" not in token.content}
-        ids = self._renderer.render_ids([dict(message) for message in messages], tools=_offered(tools))
+        try:
+            ids = self._render(messages, tools=_offered(tools))
+        except REFUSALS as error:
+            return f"the chat template refuses the whole: {type(error).__name__}: {error}"
         needed = [markers[token] for token in ids if token in markers]
         got = [markers[token] for token in self.turns[-1].token_ids.tolist() if token in markers]
         # A family whose next message begins with the end of an answer has sampled this marker already.
@@ -232,6 +244,26 @@ def _offered(tools: Sequence[Message]) -> list[dict[str, Any]] | None:
     return [{"type": "function", "function": dict(tool)} for tool in tools] or None
 
 
+def _is_json(value: Any) -> bool:
+    """Return True for a value that every reader of JSON takes: no NaN, no half of a surrogate pair."""
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _with_text(message: Message) -> dict[str, Any]:
+    """Return a message whose unreadable calls are part of its text."""
+    calls = message.get("tool_calls") or ()
+    unread = [call["function"]["arguments"] for call in calls if not isinstance(call["function"]["arguments"], dict)]
+    if not unread:
+        return dict(message)
+    left = [call for call in calls if isinstance(call["function"]["arguments"], dict)]
+    said = {name: value for name, value in message.items() if name != "tool_calls"}
+    return {**said, "content": "\n".join(map(str, filter(None, [message["content"], *unread])))} | ({"tool_calls": left} if left else {})
+
+
 def _key(message: Mapping[str, Any]) -> str:
     """Return a form of `message` in which equal ones compare equal, however clients write them."""
     calls = [[call["function"]["name"], read_arguments(call["function"]["arguments"])] for call in message.get("tool_calls") or ()]
@@ -244,6 +276,7 @@ def read_arguments(arguments: Any) -> Any:
     if not isinstance(arguments, str):
         return arguments
     try:
-        return json.loads(arguments)
+        read = json.loads(arguments)
     except (ValueError, RecursionError):
         return arguments
+    return read if _is_json(read) else arguments

@@ -17,8 +17,8 @@ from megatron_rl.types import Message, StopReason
 
 MODEL = "policy"
 """The name of the one model."""
-MAX_STOPS = 16
-"""Stop strings of one request, each compared with every sampled token."""
+MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
+"""Stop strings of one request: for each token the engine decodes as many tokens again as the longest has."""
 FIXED: Mapping[str, tuple[Any, ...]] = MappingProxyType({
     "top_p": (1,), "top_k": (-1, 0), "min_p": (0,), "frequency_penalty": (0,), "presence_penalty": (0,), "repetition_penalty": (1,),
     "seed": (), "logit_bias": ({},), "logprobs": (False,), "top_logprobs": (0,), "response_format": ({"type": "text"},), "best_of": (1,),
@@ -101,8 +101,8 @@ class Fields:
         """Return stop strings."""
         stop = self.take(name, list | str, needs="a text or a list of texts", default=[])
         stop = [stop] if isinstance(stop, str) else stop
-        if len(stop) > MAX_STOPS or not all(isinstance(each, str) and each for each in stop):
-            raise RequestRefusal(f"{name} is {stop!r:.60}, needs at most {MAX_STOPS} texts, none empty")
+        if len(stop) > MAX_STOPS or not all(isinstance(each, str) and 1 <= len(each) <= MAX_STOP_CHARACTERS for each in stop):
+            raise RequestRefusal(f"{name} is {stop!r:.60}, needs at most {MAX_STOPS} texts of 1 to {MAX_STOP_CHARACTERS} characters")
         return tuple(stop)
 
     def take_tools(self, *, inside: str | None) -> list[dict[str, Any]]:
@@ -294,6 +294,8 @@ def _chat_message(message: object, *, where: str) -> dict[str, Any]:
         if not isinstance(message.get("tool_call_id"), str):
             raise RequestRefusal(f"{where} has tool_call_id {message.get('tool_call_id')!r:.60}, needs the id of a call")
         read["tool_call_id"] = message["tool_call_id"]
+    if message.get("function_call"):
+        raise RequestRefusal(f"{where} has function_call, needs the call in tool_calls")
     if role == "assistant":
         if isinstance(reasoning := message.get("reasoning_content"), str) and reasoning:
             read["reasoning_content"] = reasoning

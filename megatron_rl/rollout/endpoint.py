@@ -10,15 +10,15 @@ import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any
 
 from aiohttp import web
-from jinja2 import TemplateError
 from pydantic_core import from_json
 
 from megatron_rl.config.settings import RolloutSettings
 from megatron_rl.engines.sampling import Sampling
+from megatron_rl.errors import TrajectoryError
 from megatron_rl.rollout.anthropic_dialect import Messages
 from megatron_rl.rollout.conversation import Asked, Conversation, Turn
 from megatron_rl.rollout.dialects import MODEL, ChatCompletions, Completions, Fields, Request, RequestRefusal
@@ -49,6 +49,11 @@ class _Work:
     request: Request
     task: "asyncio.Task[Sequence[Turn]]"
     num_waiting: int = 0
+
+    @property
+    def is_given_up(self) -> bool:
+        """Return True where the last client went away before the answer."""
+        return self.task.cancelling() > 0
 
 
 class Session:
@@ -86,7 +91,7 @@ class Session:
             self.cause = self.cause or refusal
 
     def read(self, dialect: Dialect, body: bytes) -> Request:
-        """Return the request in `body`, with other settings than the run's refused or counted."""
+        """Return the request in `body`, with other settings than the run's refused or overridden."""
         try:
             values = from_json(body, allow_inf_nan=False)
         except ValueError as error:
@@ -103,26 +108,31 @@ class Session:
             raise RequestRefusal(
                 f"{first}; rollout.agent.sampling: override takes the run's for any request", status=first.status, code=first.code
             )
-        self.num_overridden += bool(request.others)
         return request
 
     def begin(self, dialect: Dialect, body: bytes, headers: Mapping[str, str], *, path: str) -> _Work:
         """Return the work of a request: that of an earlier attempt at it, or else a new one.
 
-        Attempts are known by their header. A repeated body alone is another request.
+        Attempts are known by their header. A repeated body alone is another request. Of equal ones, an
+        attempt is at the one that was given up, and is answered anew.
         """
         retries = headers.get("x-stainless-retry-count", "")
         attempt = int(retries) if retries in _RETRIES else 0
         key = headers.get("idempotency-key")
         digest = hashlib.blake2b(path.encode() + b"\0" + body).digest()
-        for work in reversed(self._works):
-            if key is not None and work.idempotency_key == key:
-                if work.digest != digest:
-                    raise RequestRefusal(f"idempotency-key {key:.60} came with another request before, needs a new key")
-                return work
-            if key is None and work.digest == digest and work.attempt < attempt:
-                work.attempt = attempt
-                return work
+        known = [
+            work
+            for work in reversed(self._works)
+            if (work.digest == digest and work.attempt < attempt if key is None else work.idempotency_key == key)
+        ]
+        for work in sorted(known, key=lambda work: not work.is_given_up):
+            if work.is_given_up:
+                self._works.remove(work)
+                break
+            if work.digest != digest:
+                raise RequestRefusal(f"idempotency-key {key:.60} came with another request before, needs a new key")
+            work.attempt = max(work.attempt, attempt)
+            return work
         request = self.read(dialect, body)
         if self._num_asked + request.count > self._max_turns:
             raise RequestRefusal(
@@ -139,6 +149,7 @@ class Session:
                 code="context_length_exceeded",
                 cause="context",
             )
+        self.num_overridden += bool(request.others)
         self._num_asked += request.count
         work = _Work(digest, key, attempt, request, asyncio.create_task(self._answer(asked, request)))
         self._works.append(work)
@@ -147,12 +158,12 @@ class Session:
 
     def rendered(self, request: Request) -> Asked:
         """Return the request in tokens. Raises RequestRefusal for one that the template refuses."""
+        if request.text is not None:
+            return self.conversation.continued(request.text)
         try:
-            if request.text is not None:
-                return self.conversation.continued(request.text)
             return self.conversation.rendered(request.messages, tools=request.tools)
-        except (TemplateError, TypeError, ValueError, AttributeError, ArithmeticError, LookupError) as error:
-            raise RequestRefusal(f"the chat template refuses the messages: {type(error).__name__}: {error}", cause="template") from error
+        except TrajectoryError as error:
+            raise RequestRefusal(str(error), cause=error.cause) from error
 
     async def _answer(self, asked: Asked, request: Request) -> Sequence[Turn]:
         """Return the answers, all turns of the tree together; no turn where one is missing."""
@@ -164,10 +175,9 @@ class Session:
         return turns
 
     def _ended(self, work: _Work) -> None:
-        """Forget a request without an answer, so that another attempt begins anew; a failure fails the trajectory."""
+        """Take no turn of the budget for a request without an answer; a failure fails the trajectory."""
         error = None if work.task.cancelled() else work.task.exception()
         if work.task.cancelled() or error is not None:
-            self._works.remove(work)
             self._num_asked -= work.request.count
         if error is not None and not self.failed.done():
             self.failed.set_exception(error)
@@ -184,13 +194,16 @@ class Endpoint(AbstractAsyncContextManager["Endpoint", None]):
     async def __aenter__(self) -> "Endpoint":
         application = web.Application(client_max_size=MAX_BODY_BYTES)
         application.router.add_route("*", "/{path:.*}", self._serve)
-        self._runner = web.AppRunner(application, handler_cancellation=True, access_log=None, shutdown_timeout=CLOSE_S)
+        # Compressed, 3 GB are 13 MB, and the event loop would see to nothing else for seconds.
+        self._runner = web.AppRunner(
+            application, handler_cancellation=True, auto_decompress=False, access_log=None, shutdown_timeout=CLOSE_S
+        )
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", 0).start()
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._runner.cleanup()
 
     @asynccontextmanager

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections import Counter, defaultdict
-from types import TracebackType
 
 from megatron_rl.config.derived import FEWEST_REQUESTS
 from megatron_rl.config.settings import RolloutSettings
@@ -58,7 +57,7 @@ class EngineWatch:
         self._task = asyncio.create_task(self._watch())
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(self, *_: object) -> None:
         assert self._task is not None, "entered before"
         self._task.cancel()
         await asyncio.wait([self._task])

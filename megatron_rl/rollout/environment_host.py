@@ -22,7 +22,6 @@ from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import fields
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn, Protocol
 
 import numpy as np
@@ -76,7 +75,7 @@ class Environments(AbstractContextManager["Environments", None]):
         self._server = None if self._loop is not None else _Server(path, self._args, log_path)
         self._forking = threading.Lock()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._loop is not None:
             self._loop.close()
         if self._server is not None:

@@ -82,7 +82,7 @@ class PoolGenerator(AbstractAsyncContextManager["PoolGenerator", None]):
         """Return the seconds since the start without a request waiting for an engine."""
         return self._own_before_s + (0.0 if self._own_since_s is None else time.monotonic() - self._own_since_s)
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._closed = True
         await cancel(self._requests)
 
@@ -318,7 +318,7 @@ async def together(work: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
         await cancel(tasks)
 
 
-async def cancel(tasks: Iterable["asyncio.Task[Any]"]) -> None:
+async def cancel(tasks: Iterable["asyncio.Future[Any]"]) -> None:
     """Cancel tasks and wait for their end, so that their aborts reach the engines."""
     tasks = list(tasks)
     for task in tasks:

@@ -17,8 +17,7 @@ from megatron_rl.engines.engine_pool import EnginePool, Urgency
 from megatron_rl.engines.sampling import Sampling, make_sampling
 from megatron_rl.errors import MegatronRLError, TrajectoryError, UserError
 from megatron_rl.plugins.kinds import Generator, Rollout
-from megatron_rl.plugins.loader import load
-from megatron_rl.rollout.generator import KeptAnswers, PoolGenerator, together
+from megatron_rl.rollout.generator import KeptAnswers, PoolGenerator, cancel, together
 from megatron_rl.rollout.sample_checks import check_samples, without_outdated_experts
 from megatron_rl.types import Failure, Group, Prompt, Reward, RewardOutcome, Sample, last_samples, trajectories
 
@@ -32,7 +31,8 @@ ATTEMPTS = 3
 """Attempts at a trajectory, each with new seeds. Alone with an environment or an agent; else
 the first is together with the other trajectories of the prompt."""
 MOST_ALONE = 256
-"""Trajectories made alone at the same time, each with a process where it has an environment."""
+"""Trajectories made alone at the same time, and as many more in an evaluation, each with a process
+where it has an environment."""
 AGENTS_PER_CORE = 4
 """Commands of agents at the same time: each starts an interpreter, and mostly waits for engines."""
 SLOW_REWARD_S = 1.0  # waits for rewards shorter than this are not worth a write to the disk
@@ -59,11 +59,6 @@ async def single_turn(
         )
         for index, generation in enumerate(generations)
     )
-
-
-def load_rollout(settings: RolloutSettings) -> Rollout:
-    """Load the rollout named in the settings; `single_turn` by default. Raises UserError."""
-    return single_turn if settings.function is None else load(settings.function, kind="rollout", args=settings.args)
 
 
 def most_alone(settings: RolloutSettings) -> int:
@@ -95,7 +90,8 @@ class GroupMaker:
         self._rollout, self._pool, self._tokenizer, self._score = rollout, pool, tokenizer, score
         self._seed, self._max_tokens, self._timeout_s = seed, max_tokens, settings.timeout_s
         self._first_alone = 0 if settings.is_hosted else 1  # the attempt from which on each trajectory is made alone
-        self._places = asyncio.Semaphore(most_alone(settings))
+        # Evaluation waits for no training trajectory, which may stand still until the next step.
+        self._places = {urgency: asyncio.Semaphore(most_alone(settings)) for urgency in Urgency}
         ends = [tokenizer.eos_token_id]
         self._samplings = {greedy: make_sampling(settings.sampling, eos_token_ids=ends, greedy=greedy) for greedy in (False, True)}
 
@@ -149,8 +145,9 @@ class GroupMaker:
                     buffer.put_samples(group)
             rewards = await scoring
         finally:
-            # A wait alone does not end the call.
-            scoring.cancel()
+            if not scoring.done():
+                # A wait alone does not end the calls.
+                await cancel([scoring])
         rewards = [_total(part[-1].reward, reward) for part, reward in zip(parts, rewards, strict=True)]
         by_index = {sample.index: reward for part, reward in zip(parts, rewards, strict=True) for sample in part}
         return replace(group, samples=tuple(replace(sample, reward=by_index[sample.index]) for sample in group.samples))
@@ -174,7 +171,7 @@ class GroupMaker:
                 return await self._call(generator, prompt, sampling, count)
 
         async def alone(number: int) -> Samples | Failure:
-            async with self._places:  # for all attempts: none waits behind later trajectories
+            async with self._places[urgency]:  # for all attempts: none waits behind later trajectories
                 for again in range(self._first_alone, ATTEMPTS):
                     self.num_retries += bool(again)
                     # No session name begins with a zero character.

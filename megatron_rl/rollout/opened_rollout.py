@@ -14,7 +14,7 @@ from megatron_rl.rollout.agent_rollout import AgentRollout
 from megatron_rl.rollout.endpoint import Endpoint
 from megatron_rl.rollout.environment_host import Environments
 from megatron_rl.rollout.environment_rollout import EnvironmentRollout
-from megatron_rl.rollout.groups import load_rollout
+from megatron_rl.rollout.groups import single_turn
 from megatron_rl.rollout.renderers import choose_renderer
 from megatron_rl.system.leftovers import scratch_directory
 
@@ -22,17 +22,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def check_hosted(settings: RolloutSettings) -> None:
-    """Raise UserError for an environment or agent that cannot be loaded or found."""
+def load_rollout(settings: RolloutSettings) -> Rollout:
+    """Return the function of the settings, `single_turn` by default.
+
+    Raises UserError, also for an environment or an agent that cannot be loaded or found.
+    """
+    agent = settings.agent
     if settings.environment is not None:
         load(settings.environment, kind="environment", args=settings.args)
-    elif settings.agent is not None and settings.agent.function is not None:
-        load(settings.agent.function, kind="rollout", args=settings.args, as_agent=True)
-    elif settings.agent is not None and shutil.which(settings.agent.command[0]) is None:
+    elif agent is not None and agent.function is not None:
+        load(agent.function, kind="rollout", args=settings.args, as_agent=True)
+    elif agent is not None and shutil.which(agent.command[0]) is None:
         raise UserError(
-            f"rollout.agent.command begins with {settings.agent.command[0]}, which is no program here, needs one on PATH or a path to one; "
+            f"rollout.agent.command begins with {agent.command[0]}, which is no program here, needs one on PATH or a path to one; "
             "agents run on the driver's node"
         )
+    return single_turn if settings.function is None else load(settings.function, kind="rollout", args=settings.args)
 
 
 @asynccontextmanager
@@ -45,10 +50,10 @@ async def opened_rollout(
     log_path: Path | None = None,
 ) -> AsyncIterator[Rollout]:
     """Yield the rollout of the settings. The processes of environments and agents print to `log_path` and end with the body."""
+    own = load_rollout(settings)
     if not settings.is_hosted:
-        yield load_rollout(settings)
+        yield own
         return
-    check_hosted(settings)
     path, args, agent = settings.environment, settings.args, settings.agent
     if agent is not None and agent.function is not None:
         path, args = "megatron_rl.rollout.agents:FunctionAgent", {"function": agent.function, "args": settings.args}

@@ -31,6 +31,8 @@ _NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType({
 })  # fmt: skip
 """Renderers to try for a `model_type` of config.json, the likeliest first."""
 
+REFUSALS = (TemplateError, TypeError, ValueError, AttributeError, ArithmeticError, LookupError, RecursionError)
+"""Errors of a template, or of a renderer, for messages that it cannot render."""
 _TOOL = {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {"a": {"type": "number"}}, "required": ["a"]}}
 _CALL = {"type": "function", "id": "call_0", "function": {"name": "add", "arguments": {"a": 1}}}
 PROBES: tuple[tuple[Sequence[Mapping[str, Any]], bool], ...] = (
@@ -104,7 +106,7 @@ def _agrees(renderer: "Renderer", tokenizer: "PreTrainedTokenizerBase") -> bool:
             )
             if renderer.render_ids([dict(message) for message in messages], tools=tools, add_generation_prompt=True) != list(expected):
                 return False
-        except (TemplateError, TypeError, ValueError, AttributeError, ArithmeticError, LookupError):
+        except REFUSALS:
             return False  # a template that refuses a probe
     return True
 

@@ -41,8 +41,7 @@ from megatron_rl.observe.memory import available_memory_bytes
 from megatron_rl.observe.sinks import check_installed
 from megatron_rl.plugins.loader import load
 from megatron_rl.rewards.runner import RewardRunner
-from megatron_rl.rollout.groups import load_rollout
-from megatron_rl.rollout.opened_rollout import check_hosted
+from megatron_rl.rollout.opened_rollout import load_rollout
 from megatron_rl.rollout.renderers import choose_renderer
 from megatron_rl.rollout.rollout_trial import RolloutTrial
 from megatron_rl.runtime.engine_model import planned_model
@@ -275,10 +274,7 @@ def _check_rollout(rollout: RolloutSettings, model: Path, *, directory: Path, re
         check_environment(os.environ)
         if replays:
             check_records_routing()
-    if rollout.is_hosted:
-        check_hosted(rollout)
-    else:
-        load_rollout(rollout)
+    load_rollout(rollout)
     if rollout.filter is not None:
         require(rollout.filter.function, "filter", rollout.filter.args)
 

@@ -354,10 +354,7 @@ class RolloutRun(Run):
             return
         self._take_devices(Phase.GENERATION)
         with self._records.phase("eval", total=2 * num_prompts, unit="prompts") as progress:
-            # Environments of steps made ahead may have the places first.
-            data, rollout = self._settings.data, self._settings.rollout
-            ahead = rollout.max_staleness * data.prompts_per_step * data.samples_per_prompt if rollout.is_hosted else 0
-            timeout_s = 2 * self._generation_deadline_s(num_samples=num_prompts + ahead)
+            timeout_s = 2 * self._generation_deadline_s(num_samples=num_prompts)
             metrics = self._wait_for_samples(self._manager.evaluate(progress=progress), name="evaluation", timeout_s=timeout_s)
         self._records.add_evaluation(metrics)
 

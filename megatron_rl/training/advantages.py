@@ -29,12 +29,13 @@ class TokenData:
     """Arrays [T] aligned with the tokens of a shard's batch; log-probs in nats.
 
     `rollout_log_probs` None: the generator's log-probs are not known. `old_log_probs` None: the old
-    policy is the current one, or made with `current_share`. `kl_mask` None: the KL of every token counts. `old_values`, of the
-    states before the choice of each token, and `returns` are a critic's. They, `ref_log_probs` and
-    `teacher_log_probs` are None without such a model. `token_keys` name a token within the whole batch
-    under every layout. `trajectory_ids` [B] name each sequence's trajectory in the whole batch, and
-    `trajectory_tokens` [B] count its trainable tokens over all ranks; None where each sequence is a
-    trajectory.
+    policy is the current one, or made with `current_share`. `kl_mask` None: the KL of every token
+    counts. `replayed`: the experts of all tokens before are the engine's; None without any record.
+    `old_values`, of the states before the choice of each token, and `returns` are a critic's. They,
+    `ref_log_probs` and `teacher_log_probs` are None without such a model. `token_keys` name a token
+    within the whole batch under every layout. `trajectory_ids` [B] name each sequence's trajectory
+    in the whole batch, and `trajectory_tokens` [B] count its trainable tokens over all ranks; None
+    where each sequence is a trajectory.
     """
 
     rollout_log_probs: Floats | None
@@ -43,6 +44,7 @@ class TokenData:
     ref_log_probs: Floats | None
     advantages: Floats
     weight_versions: Ints
+    replayed: Bools | None
     token_keys: Ints
     kl_mask: Bools | None = None
     old_values: Floats | None = None
@@ -86,6 +88,7 @@ def make_token_data(
         ref_log_probs=_own_or(batch.ref_log_probs, reference, batch),
         advantages=advantages.astype(np.float32),
         weight_versions=batch.weight_versions,
+        replayed=None if batch.routed_experts is None else np.roll(batch.routed, 1),
         token_keys=np.repeat(shard.rows, batch.lengths) * _TOKENS_PER_SEQUENCE + offsets,
         old_values=_own_or(batch.values, None if state_values is None else values_before(state_values), batch),
         teacher_log_probs=teacher,

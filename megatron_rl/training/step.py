@@ -249,6 +249,9 @@ def _differences(
         pairs["log_prob_diff"] = (torch.where(versions >= 0, difference, 0.0).sum(), (versions >= 0).sum())
         if expected is not None:
             current = versions == expected.version
+            if data.replayed is not None:
+                # Elsewhere the trainer chose the experts, beyond these limits.
+                current &= micro_batch.pick(data.replayed)
             pairs[_CLIPPED] = (torch.where(current, difference.clamp(max=expected.limits.outlier), 0.0).sum(), current.sum())
     if data.teacher_log_probs is not None:
         to_teacher = inputs.old_log_probs - micro_batch.pick(data.teacher_log_probs)

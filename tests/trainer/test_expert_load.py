@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_rl.algorithms.rounding_limits import Expected, Limits
 from megatron_rl.data.packing import make_shards
 from megatron_rl.errors import UserError
 from megatron_rl.models.experts.routed_tokens import RouterReport
@@ -142,6 +143,26 @@ def test_only_the_policy_replays_and_only_when_asked_to(make_trainer: Callable[.
     assert np.abs(trainer.log_probs(recorded) - own).max() > 0.01
     np.testing.assert_array_equal(trainer.log_probs(recorded, reference=True), own)
     np.testing.assert_array_equal(make_trainer(path).log_probs(recorded), own)
+
+
+def test_tokens_without_the_engines_experts_need_not_agree(make_trainer: Callable[..., Trainer], tiny_model: Callable[..., Path]) -> None:
+    """As those of answers over an update of the weights: the trainer routes them, so that only larger limits would hold."""
+    trainer = make_trainer(tiny_model(**MOE, layers=2, norm_topk_prob=True), routing_replay=True, optimizer={"lr": 0.0})
+    batch = make_batch(ROWS)
+    experts = np.random.default_rng(0).random((len(batch.tokens), 2, 4)).argsort(-1)[..., :2].astype(np.uint8)
+    # The engine's record of the first sequence is lost.
+    routed = np.repeat(np.arange(batch.num_sequences), batch.lengths) > 0
+    batch = dataclasses.replace(batch, routed_experts=experts, routed=np.ones(len(routed), np.bool_))
+    engine = np.where(batch.loss_mask, trainer.log_probs(batch), 0.0).astype(np.float32)
+    batch = dataclasses.replace(batch, rollout_log_probs=engine, weight_versions=np.where(batch.loss_mask, 0, -1), routed=routed)
+    expected = Expected(version=0, limits=Limits(median=1e-4, outlier=1e-4, share=0.0))
+
+    def clipped(batch: TrainBatch) -> float:
+        shard = make_shards(batch, dp=1, optimizer_steps=1, max_tokens_per_micro_batch=12, seed=0)[0]
+        return metric_values(trainer.train_shard(shard, expected=expected)[0])["train/log_prob_diff_clipped"]
+
+    assert clipped(batch) < 1e-5
+    assert clipped(dataclasses.replace(batch, rollout_log_probs=engine - 1.0 * (routed & batch.loss_mask))) == pytest.approx(1e-4)
 
 
 def test_a_model_without_experts_cannot_replay(make_trainer: Callable[..., Trainer], tiny_model: Callable[..., Path]) -> None:

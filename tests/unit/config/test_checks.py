@@ -113,6 +113,21 @@ def test_settings_without_effect_are_noted(settings_with: MakeSettings) -> None:
     assert "runtime.colocate true has no effect" in setting_notes(settings_with("objective.policy_loss=sft", "runtime.colocate=true"))[0]
 
 
+@pytest.mark.parametrize(
+    ("overrides", "unread"),
+    [
+        ((), ["args", "max_turns", "renderer", "step_timeout_s"]),
+        (("rollout.function=a:b",), ["max_turns", "renderer", "step_timeout_s"]),
+        (("rollout.environment=a:B",), []),
+        (("rollout.agent={function: a:b, max_processes: 3}",), ["step_timeout_s", "agent.max_processes"]),
+    ],
+)
+def test_settings_of_other_rollouts_are_noted(settings_with: MakeSettings, overrides: tuple[str, ...], unread: list[str]) -> None:
+    changed = ("rollout.args={a: 1}", "rollout.max_turns=3", "rollout.renderer=qwen3", "rollout.step_timeout_s=3")
+    settings = settings_with(*overrides, *changed)
+    assert setting_notes(settings) == [f"rollout.{name} has no effect: {settings.rollout.name} does not read it" for name in unread]
+
+
 def test_a_reference_interval_that_nothing_reads_is_noted(settings_with: MakeSettings) -> None:
     interval = "training.reference_interval=5"
     assert setting_notes(settings_with(interval)) == []

@@ -50,7 +50,7 @@ def test_quotas_are_met_exactly_when_the_rest_can_be_taken_in_time(max_staleness
         assert met == in_time([name for name in begun if name not in taken], 6) or not taken
 
 
-@pytest.mark.parametrize(("oversampling", "ahead"), [(1.5, 5), (1.01, 1), (3.0, 20)])
+@pytest.mark.parametrize(("oversampling", "ahead"), [(1.5, 5), (1.01, 1), (1.1, 1), (3.0, 20)])
 def test_the_last_steps_have_no_group_too_many(oversampling: float, ahead: int) -> None:
     order = FirstComplete(oversampling=oversampling, partial=True)
     assert order.ahead(10, max_staleness=0, steps_left=9) == ahead

@@ -20,16 +20,19 @@ from megatron_rl.types import Ints, Prompt, Sample
 
 PROMPT = Prompt(id="p", token_ids=np.array([1]), text="Hi.", label="4")
 USER = {"role": "user", "content": "Hi."}
+RETRY = {"x_stainless_retry_count": "1"}
 ADD = {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {}}}
 
 
 class Gate(Policy):
-    """A policy that answers once `opened`; `num_running` and `num_cancelled` are its requests."""
+    """A policy that answers once `opened`, and whose aborts end once `aborted`; `num_running` and `num_cancelled` are its requests."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.opened = asyncio.Event()
+        self.aborted = asyncio.Event()
         self.opened.set()
+        self.aborted.set()
         self.num_running = self.num_cancelled = 0
 
     async def generate(
@@ -40,6 +43,7 @@ class Gate(Policy):
             await self.opened.wait()
         except asyncio.CancelledError:
             self.num_cancelled += 1
+            await self.aborted.wait()
             raise
         finally:
             self.num_running -= 1
@@ -66,6 +70,14 @@ class Served:
 
     def samples(self) -> tuple[Sample, ...]:
         return self.session.conversation.samples(PROMPT, trajectory=0)
+
+
+def error_of(answer: tuple[int, Any], *words: str) -> int:
+    """The status of an error in OpenAI's form with these words."""
+    status, body = answer
+    assert set(body) == {"error"} and set(body["error"]) == {"message", "type", "param", "code"}
+    assert all(word in body["error"]["message"] for word in words), body
+    return status
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -1,6 +1,7 @@
 """Trajectories of agents: commands and functions, their rewards, failures with causes, and what they leave."""
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
@@ -21,7 +22,7 @@ from megatron_rl.observe.group_metrics import rollout_metrics
 from megatron_rl.observe.metrics import metric_values
 from megatron_rl.plugins.loader import kind_of
 from megatron_rl.rollout.groups import MOST_ALONE, most_alone
-from megatron_rl.rollout.opened_rollout import check_hosted, opened_rollout
+from megatron_rl.rollout.opened_rollout import load_rollout, opened_rollout
 from megatron_rl.rollout.sample_checks import check_samples
 from megatron_rl.runtime.plugin_contracts import check
 from megatron_rl.types import Group, Prompt, Sample
@@ -184,7 +185,13 @@ def test_a_command_ends_with_what_it_started(name: str, tmp_path: Path) -> None:
     own = int(file.read_text())
 
     def left() -> list[psutil.Process]:
-        return [each for each in psutil.Process().children(recursive=True) if each.pid == own or "time.sleep(1000)" in each.cmdline()[-1:]]
+        found = []
+        for each in psutil.Process().children(recursive=True):
+            # One that ends meanwhile has no command line any more.
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if each.pid == own or "time.sleep(1000)" in each.cmdline()[-1:]:
+                    found.append(each)
+        return found
 
     asyncio.run(until(lambda: not psutil.pid_exists(own) and not left()))
 
@@ -212,8 +219,8 @@ def test_commands_at_once_follow_from_the_cores() -> None:
 
 def test_an_agent_that_is_not_there_is_refused() -> None:
     with pytest.raises(UserError, match=r"rollout\.agent\.command begins with no-such-program.*driver's node"):
-        check_hosted(RolloutSettings(agent=AgentSettings(command=("no-such-program",))))
+        load_rollout(RolloutSettings(agent=AgentSettings(command=("no-such-program",))))
     with pytest.raises(UserError, match=r"rollout\.agent\.function agents_under_test:main .*is called as \(prompt=\.\."):
-        check_hosted(RolloutSettings(agent=AgentSettings(function="agents_under_test:main")))
+        load_rollout(RolloutSettings(agent=AgentSettings(function="agents_under_test:main")))
     with pytest.raises(UserError, match=r"rollout\.args\.bonus is 'x'"):
-        check_hosted(RolloutSettings(agent=AgentSettings(function="agents_under_test:count"), args={"bonus": "x"}))
+        load_rollout(RolloutSettings(agent=AgentSettings(function="agents_under_test:count"), args={"bonus": "x"}))

@@ -8,7 +8,7 @@ import pytest
 from chat_parts import PLAIN_TEMPLATE, THINKING_TEMPLATE, Policy, call, chat_tokenizer
 
 from megatron_rl.engines.sampling import Sampling
-from megatron_rl.errors import UserError
+from megatron_rl.errors import TrajectoryError, UserError
 from megatron_rl.rollout.conversation import Conversation, Turn
 from megatron_rl.rollout.renderers import choose_renderer
 from megatron_rl.types import Message, Prompt, Sample, StopReason
@@ -230,6 +230,9 @@ def test_answers_stay_within_the_context() -> None:
         ('<tool_call>\n{"name": "add"', "unclosed_block"),
         ('<tool_call>\n{"arguments": {}}\n</tool_call>', "missing_name"),
         (call("add", "[1]"), "malformed_structure"),
+        (call("add", '{"a": "\\ud800"}'), "malformed_structure"),
+        (call("add", '{"a": NaN}'), "malformed_structure"),
+        (call("\\ud800", "{}"), "malformed_structure"),
         ('<tool_call>\n{"name": ["add"], "arguments": {}}\n</tool_call>', "malformed_structure"),
         # More than Python's own reader of JSON takes.
         (call("add", "[" * 2000), "invalid_json"),
@@ -240,6 +243,40 @@ def test_unreadable_calls_are_named(text: str, cause: str) -> None:
     message = Talk([text], context=2**14).ask(USER, max_tokens=2**13).message
     assert message["tool_calls"][0]["error"] == cause
     assert isinstance(message["tool_calls"][0]["function"]["name"], str)
+
+
+# As Qwen3-Coder's: the arguments of every call are a mapping. No text of a policy may end a trajectory by it.
+NAMES = "{% for call in message.tool_calls or [] %}{{ call.function.arguments.keys() | list }}{% endfor %}"
+REFUSES = "{% if messages[0].content == 'No.' and not add_generation_prompt %}{{ raise_exception('no') }}{% endif %}"
+MAPPING_TEMPLATE = REFUSES + PLAIN_TEMPLATE.replace("<|im_end|>", NAMES + "<|im_end|>")
+
+
+@pytest.mark.parametrize("said", [call("add", "{a}"), "<tool_call>\n" + "[" * 3000 + "\n</tool_call>"])
+def test_calls_that_a_template_refuses_are_text(said: str) -> None:
+    talk = Talk([said, "Sorry."], template=MAPPING_TEMPLATE, context=10_000)
+    first = talk.ask(USER, max_tokens=5000)
+    (failed,) = first.message["tool_calls"]
+    messages = [USER, first.message, tool_result(first, "error")]
+    difference = talk.conversation.structure_difference(messages[:2], tools=[TOOL])
+    assert difference is not None and "<tool_call>" in difference
+    second = talk.ask(*messages)
+    assert second.parent is None, "the template shows it otherwise"
+    assert f"assistant:{failed['function']['arguments']}<|im_end|>" in talk.tokenizer.decode(second.prompt_ids)
+    talk.check_each_token_once(talk.conversation.samples(PROMPT, trajectory=0))
+
+
+def test_a_whole_that_the_template_refuses_is_a_difference() -> None:
+    talk = Talk(["Yes."], template=MAPPING_TEMPLATE)
+    asked = {"role": "user", "content": "No."}
+    found = talk.conversation.structure_difference([asked, talk.ask(asked).message], tools=[TOOL])
+    assert found == "the chat template refuses the whole: TemplateError: no"
+
+
+def test_messages_that_the_template_refuses_are_a_cause() -> None:
+    template = PLAIN_TEMPLATE + "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    with pytest.raises(TrajectoryError, match="the chat template refuses the messages: TemplateError: no system") as raised:
+        Talk([], template=template).ask({"role": "system", "content": "Be."}, USER)
+    assert raised.value.cause == "template"
 
 
 def test_each_call_has_an_id_of_its_own() -> None:

@@ -1,6 +1,7 @@
 """The endpoint over real HTTP: who is answered, what is refused, retries, branches and clients that go away."""
 
 import asyncio
+import gzip
 import json
 import socket
 from typing import Any
@@ -10,23 +11,13 @@ import numpy as np
 import psutil
 import pytest
 from chat_parts import PLAIN_TEMPLATE, call
-from endpoint_parts import ADD, USER, run, served, until
+from endpoint_parts import ADD, RETRY, USER, error_of, run, served, until
 
 from megatron_rl.engines.sampling import Sampling
 from megatron_rl.errors import EngineError
 from megatron_rl.rollout import endpoint as module
 from megatron_rl.rollout.sample_checks import check_samples
 from megatron_rl.types import Ints
-
-RETRY = {"x_stainless_retry_count": "1"}
-
-
-def error_of(answer: tuple[int, Any], *words: str) -> int:
-    """The status of an error in OpenAI's form with these words."""
-    status, body = answer
-    assert set(body) == {"error"} and set(body["error"]) == {"message", "type", "param", "code"}
-    assert all(word in body["error"]["message"] for word in words), body
-    return status
 
 
 def test_only_keys_of_open_sessions_are_served_on_loopback() -> None:
@@ -88,6 +79,8 @@ def test_a_key_ends_with_its_trajectory() -> None:
         ({"n": 65}, 400, ["had 0 answers and 65 more", "rollout.max_turns"]),
         ({"stop": [""]}, 400, ["stop is ['']"]),
         ({"stop": ["x"] * 17}, 400, ["needs at most 16 texts"]),
+        ({"stop": "x" * 257}, 400, ["stop is ['xxx", "of 1 to 256 characters"]),
+        ({"messages": [{"role": "assistant", "content": None, "function_call": {"name": "a"}}, USER]}, 400, ["[0] has function_call"]),
         ({"stream": "yes"}, 400, ["stream is 'yes'"]),
         ({"tools": [{"type": "web_search"}]}, 400, ["tools[0] is {'type': 'web_search'}"]),
         ({"messages": []}, 400, ["need a message to answer"]),
@@ -115,6 +108,15 @@ def test_a_body_that_is_no_object_is_refused(body: str | bytes) -> None:
     async def work() -> None:
         async with served(["A"]) as one:
             assert error_of(await one.post("/v1/chat/completions", body), "needs") == 400
+
+    run(work())
+
+
+def test_no_body_is_decompressed() -> None:
+    async def work() -> None:
+        async with served(["A"]) as one:
+            body = gzip.compress(json.dumps({"model": "policy", "messages": [USER]}).encode())
+            assert error_of(await one.post("/v1/chat/completions", body, Content_Encoding="gzip"), "no JSON") == 400
 
     run(work())
 
@@ -155,6 +157,8 @@ def test_other_settings_may_be_overridden() -> None:
             status, answer = await one.chat(model="gpt-4o", temperature=0.2, seed=3)
             assert (status, answer["model"]) == (200, "policy")
             assert (await one.chat())[0] == 200
+            count = {"model": "claude", "messages": [USER]}
+            assert (await one.post("/v1/messages/count_tokens", count))[0] == 200, "which asks for no answer"
             assert (one.session.num_overridden, one.session.num_refused) == (1, 0)
             assert {sampling.temperature for sampling in one.policy.samplings} == {1.0}
             assert error_of(await one.chat(custom_logit_processor="x"), "not known") == 400
@@ -170,66 +174,6 @@ def test_an_answer_cut_by_length_is_never_extended() -> None:
             assert choice["finish_reason"] == "length" and answer["usage"]["completion_tokens"] == 20
             await one.chat(USER, choice["message"], USER)
             assert one.session.conversation.turns[1].parent is None
-
-    run(work())
-
-
-def test_a_retry_of_an_answered_request_gets_its_answer() -> None:
-    async def work() -> None:
-        async with served(["A", "B", "C"]) as one:
-            first = (await one.chat())[1]["choices"]
-            assert (await one.chat(headers=RETRY))[1]["choices"] == first
-            assert (await one.chat(headers={"x_stainless_retry_count": "2"}))[1]["choices"] == first
-            assert len(one.session.conversation.turns) == 1
-            # Without a header an equal request is another one.
-            assert (await one.chat())[1]["choices"][0]["message"]["content"] == "B"
-            # The newest of equal requests is the one that is tried again.
-            assert (await one.chat(headers=RETRY))[1]["choices"][0]["message"]["content"] == "B"
-            # A retry of a request that never arrived is the first attempt at it.
-            assert (await one.chat({"role": "user", "content": "New."}, headers=RETRY))[1]["choices"][0]["message"]["content"] == "C"
-            assert len(one.session.conversation.turns) == 3
-
-    run(work())
-
-
-def test_retries_of_equal_requests_find_one_each() -> None:
-    async def work() -> None:
-        async with served(["A", "B", "C"]) as one:
-            for _ in range(3):
-                await one.chat()
-            again = [(await one.chat(headers=RETRY))[1]["choices"][0]["message"]["content"] for _ in range(3)]
-            assert again == ["C", "B", "A"] and len(one.session.conversation.turns) == 3
-
-    run(work())
-
-
-def test_an_idempotency_key_names_one_request() -> None:
-    async def work() -> None:
-        async with served(["A", "B"]) as one:
-            key = {"idempotency_key": "k"}
-            answers = [(await one.chat(headers=key))[1]["choices"][0]["message"]["content"] for _ in range(2)]
-            assert answers == ["A", "A"] and len(one.session.conversation.turns) == 1
-            assert error_of(await one.chat({"role": "user", "content": "No."}, headers=key), "idempotency-key k came with another") == 400
-            assert (await one.chat(headers={"idempotency_key": "l"}))[1]["choices"][0]["message"]["content"] == "B"
-
-    run(work())
-
-
-def test_a_retry_joins_the_running_request() -> None:
-    async def work() -> None:
-        async with served(["A"]) as one:
-            one.policy.opened.clear()
-            first = asyncio.create_task(one.chat())
-            await until(lambda: one.policy.num_running == 1)
-            second = asyncio.create_task(one.chat(headers=RETRY))
-            await asyncio.sleep(0.05)
-            # The first client gives up: the second one still waits for the same answer.
-            first.cancel()
-            await asyncio.sleep(0.05)
-            assert one.policy.num_cancelled == 0
-            one.policy.opened.set()
-            assert (await second)[1]["choices"][0]["message"]["content"] == "A"
-            assert len(one.policy.asked) == len(one.session.conversation.turns) == 1
 
     run(work())
 
@@ -308,7 +252,8 @@ def test_a_refused_template_is_a_cause() -> None:
         async with served(["A"], template=template) as one:
             assert error_of(await one.chat({"role": "system", "content": "Be."}, USER), "the chat template refuses", "no system") == 400
             assert one.session.cause is not None and one.session.cause.cause == "template"
-            assert (await one.chat())[0] == 200
+            deep = {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "add", "arguments": "[" * 3000}}]}
+            assert (await one.chat(USER, deep, USER))[0] == 200, "which no JSON reader takes"
 
     run(work())
 
@@ -369,6 +314,23 @@ def test_calls_keep_the_tokens_before() -> None:
             assert [turn.parent for turn in turns] == [None, turns[0], turns[1]]
             (sample,) = one.samples()
             assert sample.loss_mask.sum() == one.policy.num_made
+
+    run(work())
+
+
+@pytest.mark.parametrize("said", ["\\ud800", "1", "a"])
+def test_a_clients_copy_of_any_call_is_read(said: str) -> None:
+    """Also of arguments that no reader of JSON takes, as a client sends back what the policy wrote."""
+
+    async def work() -> None:
+        async with served([call("add", f'{{"a": "{said}"}}'), "Four."]) as one:
+            tools = [{"type": "function", "function": ADD}]
+            _, answer = await one.chat(tools=tools)
+            message = answer["choices"][0]["message"]
+            result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "4"}
+            assert (await one.chat(USER, message, result, tools=tools))[0] == 200
+            first, second = one.session.conversation.turns
+            assert second.parent is first
 
     run(work())
 

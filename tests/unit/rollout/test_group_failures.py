@@ -1,6 +1,7 @@
 """Rollouts that raise, hang or break their contract: what is repeated, what is left out, and what is no fault of theirs."""
 
 import asyncio
+import gc
 import itertools
 from dataclasses import replace
 from pathlib import Path
@@ -324,3 +325,56 @@ def test_a_place_is_held_over_all_attempts(monkeypatch: pytest.MonkeyPatch) -> N
     maker = GroupMaker(settings, rollout, pool=pool, tokenizer=NumberTokenizer(), score=None, seed=0, max_tokens=64)  # type: ignore[arg-type]
     asyncio.run(make())
     assert calls == [first.id] * 3 + [second.id] * 3
+
+
+def test_an_evaluation_needs_no_place_of_a_tail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step has ended: its trajectories hold all places until the next step, and no request of theirs goes out."""
+    monkeypatch.setattr(groups, "MOST_ALONE", 1)
+
+    async def evaluated() -> Group:
+        await pool.interrupt()
+        tail = asyncio.create_task(maker.make(first, num_samples=2))
+        await asyncio.sleep(0.01)
+        group = await asyncio.wait_for(maker.make(second, num_samples=1, urgency=Urgency.EVALUATION), 5)
+        assert not tail.done()
+        pool.readmit()
+        await tail
+        return group
+
+    first, second = make_prompts(2)
+    settings = RolloutSettings(environment="a:B", sampling=SamplingSettings(max_response_tokens=4))
+    pool = EnginePool([Engine()], max_requests=8)  # type: ignore[list-item]
+    maker = GroupMaker(settings, single_turn, pool=pool, tokenizer=NumberTokenizer(), score=None, seed=0, max_tokens=64)  # type: ignore[arg-type]
+    assert len(asyncio.run(evaluated()).samples) == 1
+
+
+def test_a_group_that_ends_while_it_is_scored_leaves_nothing(tmp_path: Path) -> None:
+    """As each surplus group of a step: nothing that asyncio would print, and no call that goes on."""
+    said: list[Any] = []
+    scoring = ended = 0
+
+    async def score(sample: Sample) -> Reward:
+        nonlocal scoring, ended
+        scoring += 1
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended += 1
+        raise AssertionError
+
+    async def work(buffer: Buffer) -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: said.append(context["message"]))
+        maker = make_maker(EnginePool([Engine()], max_requests=8), score=score)  # type: ignore[list-item]
+        making = asyncio.create_task(maker.make(buffer.take_pending(1)[0], num_samples=2, buffer=buffer))
+        while scoring < 2:
+            await asyncio.sleep(0.001)
+        making.cancel()
+        await asyncio.wait([making])
+        assert ended == 2
+        del making
+        gc.collect()
+
+    with Buffer(tmp_path / "buffer.sqlite") as buffer:
+        buffer.add_prompts(make_prompts(1))
+        asyncio.run(work(buffer))
+    assert said == []

@@ -17,7 +17,8 @@ from megatron_rl.engines.sampling import Sampling
 from megatron_rl.errors import EngineError, EngineRefusal, UserError
 from megatron_rl.plugins.kinds import Rollout
 from megatron_rl.rollout.generator import together
-from megatron_rl.rollout.groups import Score, load_rollout, single_turn
+from megatron_rl.rollout.groups import Score, single_turn
+from megatron_rl.rollout.opened_rollout import load_rollout
 from megatron_rl.rollout.rollout_trial import NumberTokenizer
 from megatron_rl.rollout.sample_checks import check_samples
 from megatron_rl.types import Group, Prompt, Reward, RewardOutcome, Sample

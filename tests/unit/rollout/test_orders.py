@@ -3,9 +3,11 @@
 import asyncio
 import sqlite3
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import manager_parts
 import numpy as np
 import pytest
 from manager_parts import PROMPTS_PER_STEP, Client, Engine, assert_young, opened, prompts_of, replace_engines, settings_for, step_of
@@ -171,6 +173,57 @@ def test_partial_answers_wait_for_the_next_step_and_go_on(
     assert mixed > 0 and any(budget < BUDGET for _, budget in engine.asked)
     whole = {length + budget for length, budget in engine.asked if budget == BUDGET}
     assert {length + budget for length, budget in engine.asked} <= whole, "more than the rest of the budget"
+
+
+class Coded(Unequal):
+    """Answers of random lengths, of random tokens that `made` has by their log-probs: each is unique, and comes with all before."""
+
+    def __init__(self, *, seed: int) -> None:
+        super().__init__(seed=seed)
+        self.made: dict[float, tuple[int, int, list[int]]] = {}
+
+    async def generate(self, token_ids: Ints, *, sampling: Sampling, num_samples: int = 1) -> tuple[Generation, ...]:
+        assert num_samples == 1
+        ids, made, aborts = token_ids.tolist(), list[float](), self.aborts
+        length = 1 + self.random.randrange(min(sampling.max_tokens, 34))
+        while len(made) < length and aborts == self.aborts:
+            made.append(-(1 + len(self.made)) / 2**20)
+            self.made[made[-1]] = self.random.randrange(2, 30), self.version, list(ids)
+            ids.append(self.made[made[-1]][0])
+            for _ in range(1 + self.random.randrange(2)):
+                await asyncio.sleep(0)
+        versions = np.array([self.made[each][1] for each in made], np.int64)
+        reason = StopReason.STOP if len(made) == length else StopReason.ABORT
+        return (Generation(np.array(ids[len(token_ids) :], np.int64), np.array(made, np.float32), versions, reason),)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("order", "max_staleness"), [(PARTIAL, 0), (PARTIAL, 1), (FIRST_COMPLETE, 1)])
+def test_turns_of_several_steps_keep_what_was_sampled(
+    make_settings: Callable[..., Settings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: str, max_staleness: int, seed: int
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.setattr(manager_parts, "ADDRESS", replace(manager_parts.ADDRESS, context_length=512, max_total_tokens=4096))
+    lengths = ("data.max_prompt_tokens=100", "training.max_tokens_per_micro_batch=512")
+    overrides = (order, f"rollout.max_staleness={max_staleness}", "rollout.function=turns_under_test:rollout", *lengths)
+    Client.engine = engine = Coded(seed=seed)
+
+    async def work() -> list[Step]:
+        async with opened(make_settings(*overrides), tmp_path / "b.sqlite") as made:
+            return [await step_of(made, engine, step) for step in range(NUM_STEPS)]
+
+    found, num_mixed = list[float](), 0
+    for step, (batch, _) in enumerate(asyncio.run(work())):
+        for start, end in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True):
+            ids, versions = batch.tokens[start:end].tolist(), batch.weight_versions[start:end]
+            sampled = np.flatnonzero(versions >= 0)
+            keys = batch.rollout_log_probs[start:end][sampled].tolist()  # type: ignore[index]
+            assert [engine.made[key] for key in keys] == [(ids[place], versions[place], ids[:place]) for place in sampled]
+            assert (batch.loss_mask[start:end] == (versions >= max(0, step - max_staleness))).all()
+            found += keys
+            num_mixed += len(np.unique(versions[sampled])) > 1
+    assert len(found) == len(set(found)) and (num_mixed > 0 or order == FIRST_COMPLETE)
+    assert_each_once(tmp_path / "b.sqlite")
 
 
 def test_groups_without_a_token_that_a_step_may_train_on_are_made_anew(make_settings: Callable[..., Settings], tmp_path: Path) -> None:
