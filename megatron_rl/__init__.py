@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from megatron_rl.data.batch import batch_from_sequences
     from megatron_rl.errors import UserError
     from megatron_rl.plugins.environment import Environment, Reply, ToolError
+    from megatron_rl.rollout.renderers import between_turns
     from megatron_rl.training.joining import Meeting
     from megatron_rl.training.trainer import Trainer
     from megatron_rl.types import TrainBatch
@@ -36,6 +37,7 @@ _MODULES = {
     "TrainingSettings": "megatron_rl.config.settings",
     "UserError": "megatron_rl.errors",
     "batch_from_sequences": "megatron_rl.data.batch",
+    "between_turns": "megatron_rl.rollout.renderers",
     "compute_loss": "megatron_rl.algorithms.loss",
     "group_advantages": "megatron_rl.algorithms.advantage",
     "token_statistics": "megatron_rl.algorithms.head_statistics",

@@ -19,7 +19,7 @@ from megatron_rl.engines.answers import Generation
 from megatron_rl.engines.sampling import Sampling
 from megatron_rl.errors import TrajectoryError
 from megatron_rl.plugins.kinds import Generator
-from megatron_rl.rollout.renderers import REFUSALS
+from megatron_rl.rollout.renderers import REFUSALS, bridge, offered
 from megatron_rl.types import Ints, Message, Prompt, Sample, StopReason
 
 if TYPE_CHECKING:
@@ -109,10 +109,10 @@ class Conversation:
 
     def rendered(self, messages: Sequence[Message], *, tools: Sequence[Message] = ()) -> Asked:
         """Return the request behind the deepest turn that `messages` extend. Raises TrajectoryError."""
-        offered = _offered(tools)
+        known = offered(tools)
         try:
-            history = (_key({"tools": offered}), *map(_key, messages))
-            return Asked(*self._rendered(messages, history, offered), history, offered)
+            history = (_key({"tools": known}), *map(_key, messages))
+            return Asked(*self._rendered(messages, history, known), history, known)
         except REFUSALS as error:
             raise TrajectoryError("template", f"the chat template refuses the messages: {type(error).__name__}: {error}") from error
 
@@ -135,10 +135,9 @@ class Conversation:
         extended = [turn for turn in finished if history[: len(turn.history)] == turn.history]
         for turn in sorted(extended, key=lambda each: len(each.history))[-1:]:
             new = [dict(message) for message in messages[len(turn.history) - 1 :]]
-            bridged = self._renderer.bridge_to_next_turn(turn.prompt_ids.tolist(), turn.generation.token_ids.tolist(), new, tools=tools)
-            # A bridge may cut what was sampled behind a marker of the turn's end.
-            if bridged is not None and bridged.token_ids[: len(turn.token_ids)] == turn.token_ids.tolist():
-                return turn, np.array(bridged.token_ids, np.int64)
+            between = bridge(self._renderer, turn.prompt_ids, turn.generation.token_ids, new, tools=tools)
+            if between is not None:
+                return turn, np.concatenate([turn.token_ids, between])
         ids = np.array(self._render(messages, tools=tools, add_generation_prompt=True), np.int64)
         # A template that changes nothing before the new messages keeps the tokens, too.
         kept = [turn for turn in finished if np.array_equal(ids[: len(turn.token_ids)], turn.token_ids)]
@@ -184,7 +183,7 @@ class Conversation:
         """
         markers = {number: token.content for number, token in self._tokenizer.added_tokens_decoder.items() if "think" not in token.content}
         try:
-            ids = self._render(messages, tools=_offered(tools))
+            ids = self._render(messages, tools=offered(tools))
         except REFUSALS as error:
             return f"the chat template refuses the whole: {type(error).__name__}: {error}"
         needed = [markers[token] for token in ids if token in markers]
@@ -237,11 +236,6 @@ class Conversation:
             routed_experts=last.generation.routed_experts,
             trajectory=trajectory,
         )
-
-
-def _offered(tools: Sequence[Message]) -> list[dict[str, Any]] | None:
-    """Return tools in the form of a request, None for none."""
-    return [{"type": "function", "function": dict(tool)} for tool in tools] or None
 
 
 def _is_json(value: Any) -> bool:

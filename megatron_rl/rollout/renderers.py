@@ -6,12 +6,17 @@ on PROBES is used, else the template: then a turn is a branch where it changes a
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from jinja2 import TemplateError
 
+from megatron_rl.data.tokenizer import model_type
 from megatron_rl.errors import UserError
+from megatron_rl.types import Ints, Message
 
 if TYPE_CHECKING:
     from renderers import Renderer
@@ -126,3 +131,46 @@ def _note(renderer: "Renderer") -> str:
     if keeps["tool"]:
         return "turns after tools keep the tokens before; a further user message drops earlier reasoning, and begins a branch"
     return _NO_BRIDGE
+
+
+def between_turns(
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    prompt_ids: Ints,
+    response_ids: Ints,
+    messages: Sequence[Message],
+    tools: Sequence[Message] = (),
+    renderer: str | None = None,
+) -> Ints | None:
+    """Return the token ids between an answer and the next one, for a rollout of several turns.
+
+    `response_ids` [R] are the answer to `prompt_ids` [P], as sampled, and `messages` follow it, of
+    tools or a user. None where the model's template keeps not every token before, or its family has
+    no renderer: the next turn is then a sample with a prompt of its own. `tools` are descriptions
+    with name, description and parameters; `renderer` a name, as rollout.renderer.
+
+    Example: `ids = between_turns(tokenizer, prompt_ids=before, response_ids=answer.token_ids,
+    messages=[{"role": "tool", "content": "3"}])`
+    """
+    chosen = _renderer_of(tokenizer, renderer)
+    return bridge(chosen, prompt_ids, response_ids, [dict(message) for message in messages], tools=offered(tools))
+
+
+@lru_cache(maxsize=4)
+def _renderer_of(tokenizer: "PreTrainedTokenizerBase", name: str | None) -> "Renderer":
+    return choose_renderer(tokenizer, model_type=model_type(Path(tokenizer.name_or_path)), name=name).renderer
+
+
+def bridge(renderer: "Renderer", prompt_ids: Ints, response_ids: Ints, messages: Sequence[Any], *, tools: Any) -> Ints | None:
+    """Return the tokens [E] from an answer [R] to `prompt_ids` [P] to the next one, or None."""
+    bridged = renderer.bridge_to_next_turn(prompt_ids.tolist(), response_ids.tolist(), list(messages), tools=tools)
+    before = [*prompt_ids.tolist(), *response_ids.tolist()]
+    # A bridge may cut what was sampled behind a marker of the turn's end.
+    if bridged is None or bridged.token_ids[: len(before)] != before:
+        return None
+    return np.array(bridged.token_ids[len(before) :], np.int64)
+
+
+def offered(tools: Sequence[Message]) -> list[dict[str, Any]] | None:
+    """Return tools in the form of a request, None for none."""
+    return [{"type": "function", "function": dict(tool)} for tool in tools] or None

@@ -13,6 +13,7 @@ import pytest
 from chat_parts import OBSERVING_MARKERS, OBSERVING_TEMPLATE, THINKING_TEMPLATE, Policy, chat_tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from megatron_rl import between_turns
 from megatron_rl.engines.sampling import Sampling
 from megatron_rl.rollout.conversation import Conversation
 from megatron_rl.rollout.renderers import choose_renderer
@@ -130,3 +131,24 @@ async def rollout(family: Family, rng: random.Random) -> tuple[Conversation, lis
             again = family.tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=False)
             broken += again[: len(turn.token_ids)] != turn.token_ids.tolist()
     return conversation, messages, broken
+
+
+def test_tokens_between_turns_are_those_of_a_conversation() -> None:
+    tokenizer = chat_tokenizer()
+    policy = Policy(tokenizer, ["<think>\nSo.\n</think>\n\nYes.", "No."])
+    tool: Message = {"role": "tool", "content": "3", "tool_call_id": "call_0"}
+
+    async def play() -> None:
+        conversation = Conversation(choose_renderer(tokenizer, model_type="qwen3").renderer, policy, tokenizer=tokenizer)
+        first = await conversation.ask([USER], sampling=Sampling(max_tokens=99), tools=[TOOL])
+        assert first is not None
+        second = await conversation.ask([USER, first.message, tool], sampling=Sampling(max_tokens=99), tools=[TOOL])
+        assert second is not None and second.parent is first
+        given = {"prompt_ids": first.prompt_ids, "response_ids": first.generation.token_ids, "renderer": "qwen3"}
+        between = between_turns(tokenizer, messages=[tool], tools=[TOOL], **given)
+        np.testing.assert_array_equal(np.concatenate([first.token_ids, between]), second.prompt_ids)
+        assert between_turns(tokenizer, messages=[USER], **given) is None, "a further user message drops the thought"
+        # Without a name, and without a model behind the tokenizer, there is the template alone.
+        assert between_turns(tokenizer, messages=[tool], **{**given, "renderer": None}) is None
+
+    asyncio.run(play())
