@@ -153,11 +153,7 @@ class RolloutSettings(Section):
         256, ge=1, description="Requests in flight at one engine; every sample is one. null: as its memory, which it reports, allows."
     )
     engine_restarts: int = Field(
-        4,
-        ge=0,
-        le=1000,
-        description="Starts of a dead engine within an hour; beyond them it stays away, and the last one's death ends the run. Engines on "
-        "devices that they share with ranks are not started again.",
+        4, ge=0, le=1000, description="Starts of a dead or failing engine within an hour; beyond them it stays away, as on shared devices."
     )
     max_staleness: int = Field(
         0,

@@ -175,7 +175,7 @@ class RolloutManager:
             if serve_current:
                 self.pool.admit([client])
 
-    async def leave(self, address: EngineAddress, error: Exception, *, returning: Awaitable[None] | None = None) -> bool:
+    async def leave(self, address: EngineAddress, error: Exception, *, returning: Awaitable[bool] | None = None) -> bool:
         """Go on without the engine at `address`, dead of `error`; False for the last, unless it is `returning`."""
         client = next(client for client in self.clients if client.address == address)
         if len(self.clients) == 1 and returning is None:
@@ -189,11 +189,10 @@ class RolloutManager:
         self.pool.leave(client, error)
         return True
 
-    async def _return(self, returning: Awaitable[None]) -> None:
-        """Let requests wait while an engine is started again; what could not be started stays away."""
+    async def _return(self, returning: Awaitable[bool]) -> None:
+        """Let requests wait while an engine is started again; count it where that succeeds."""
         with self.pool.returning():
-            await returning
-        self._num_returned += 1
+            self._num_returned += await returning
 
     async def release_memory(self, parts: Collection[EnginePart]) -> None:
         """Let every idle engine free these parts of memory, losing the content."""

@@ -57,7 +57,8 @@ class EngineReturns:
             self._note(f"{again}the run goes on with {count}, because one ended: {error}")
         return left
 
-    async def _bring_back(self, number: int) -> None:
+    async def _bring_back(self, number: int) -> bool:
+        """Start the engine until it joins; return False where it may not be started once more."""
         begun_s = time.monotonic()
         while self._engines.may_restart(number):
             try:
@@ -69,4 +70,5 @@ class EngineReturns:
                 continue
             self._engines.watch(number, goes_on=partial(self._goes_on, number, address))
             self._note(f"engine {number} is back after {time.monotonic() - begun_s:.0f} s, and gets the current weights")
-            return
+            return True
+        return False
