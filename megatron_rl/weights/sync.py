@@ -113,13 +113,6 @@ class WeightSync:
             await self._all_of(_shielded(works), what=what, deadline=deadline)
             asked = {f"version of {client.address.url}": self._pool.while_it_stays(client, client.weight_version()) for client in members}
             served = await self._all_of(asked, what=what, deadline=deadline)
-            for client, got in zip(members, served, strict=True):
-                if got != version:
-                    wrong = EngineError(
-                        f"the engine at {client.address.url} serves weights {got} after a sync, needs {version}; see its log"
-                    )
-                    self._pool.end_failed(client, wrong)
-                    raise wrong
         except RuntimeError:
             # From an engine, or from a rank with a broken connection.
             for client, update in receiving.items():
@@ -131,6 +124,12 @@ class WeightSync:
             return False
         finally:
             _end([*sending.values(), *receiving.values()])
+        for client, got in zip(members, served, strict=True):
+            if got != version:
+                wrong = EngineError(f"the engine at {client.address.url} serves weights {got} after a sync, needs {version}; see its log")
+                if not (self._pool.end_failed(client, wrong) and await self._pool.loses_one_of([client])):
+                    raise wrong
+                return False
         self._pool.admit(members)
         return True
 

@@ -74,8 +74,9 @@ def assert_converted_is_exported(step: Path, target: Path) -> None:
         assert converted[tensor_name].dtype == tensor.dtype and torch.equal(converted[tensor_name], tensor), (step, tensor_name)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_ranks", [2, 4])
 def test_a_resumed_training_goes_on_as_if_it_had_not_stopped(
     num_ranks: int, run_ranks: Callable[..., list[Any]], tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
