@@ -301,7 +301,8 @@ def test_a_kill_inside_a_group_costs_only_unfinished_answers(task: Path, tmp_pat
     assert answers_of(directory) == {}
 
 
-@pytest.mark.parametrize("turn", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("turn", [1, 2])
 def test_a_run_killed_between_turns_is_the_run_that_was_not(
     chat_task: Path, interviews: Path, tmp_path: Path, start: Callable[..., Any], turn: int
 ) -> None:

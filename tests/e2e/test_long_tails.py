@@ -42,7 +42,7 @@ def assert_every_step_has_its_groups(directory: Path) -> list[tuple[int, int, An
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("colocate", ["false", "true"])
+@pytest.mark.parametrize("colocate", ["false", pytest.param("true", marks=pytest.mark.slow)])
 def test_partial_answers_go_on_from_their_own_tokens(task: Path, tmp_path: Path, start: Callable[..., Any], colocate: str) -> None:
     directory = tmp_path / "run"
     order = ("rollout.order={kind: first_complete, partial: true}", f"runtime.colocate={colocate}")

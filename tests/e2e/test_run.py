@@ -134,6 +134,7 @@ def test_death_of_a_process_surfaces_and_leaves_nothing(
     assert re.match(f"failed: .*{message}", json.loads((tmp_path / "run" / "summary.json").read_text())["status"])
 
 
+@pytest.mark.slow
 def test_a_run_whose_ray_dies_goes_on_from_its_checkpoint(task: Path, tmp_path: Path, start: Callable[..., Any]) -> None:
     """Its control service: a question to it blocks until Ray ends the driver with a status and words of its own."""
     directory = tmp_path / "run"
@@ -161,7 +162,7 @@ def test_an_engine_that_dies_is_started_again(
 ) -> None:
     """Killed in the middle of a rollout, which its reward function keeps going; or the run goes on with the other one."""
     engines = (f"rollout.num_engines={num_engines}", f"rollout.engine_restarts={restarts}")
-    words = ("run.num_steps=4", "run.save_interval=0", "reward.function=tests.e2e.one_by_one:slow_score", *engines)
+    words = ("run.num_steps=4", "run.save_interval=0", "run.eval_interval=0", "reward.function=tests.e2e.one_by_one:slow_score", *engines)
     run = start(*rl_arguments(task, tmp_path / "run", *words))
     run.wait_for("\n1/4 ")
     run.members("megatron_rl.engines.sglang_server")[0].kill()
