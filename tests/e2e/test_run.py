@@ -162,7 +162,14 @@ def test_an_engine_that_dies_is_started_again(
 ) -> None:
     """Killed in the middle of a rollout, which its reward function keeps going; or the run goes on with the other one."""
     engines = (f"rollout.num_engines={num_engines}", f"rollout.engine_restarts={restarts}")
-    words = ("run.num_steps=4", "run.save_interval=0", "run.eval_interval=0", "reward.function=tests.e2e.one_by_one:slow_score", *engines)
+    words = (
+        "run.num_steps=4",
+        "run.save_interval=0",
+        "run.eval_interval=0",
+        "reward.function=tests.e2e.one_by_one:slow_score",
+        "reward.args.seconds=0.05",
+        *engines,
+    )
     run = start(*rl_arguments(task, tmp_path / "run", *words))
     run.wait_for("\n1/4 ")
     run.members("megatron_rl.engines.sglang_server")[0].kill()
