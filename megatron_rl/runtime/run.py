@@ -273,7 +273,8 @@ class RolloutRun(Run):
         """Give engines that were started again the weights that the others serve."""
         if self._version is not None and self._manager.pool.has_newcomers:
             idle, self._ranks_are_idle = self._ranks_are_idle, False
-            self.publish(version=self._version)
+            # Its bytes are none of the step's, which is that of a run without the death.
+            self._sync_weights(self._version)
             self._ranks_are_idle = idle
 
     def _wait_for_samples(self, work: Coroutine[Any, Any, Result], *, name: str, timeout_s: float) -> Result:
@@ -339,13 +340,17 @@ class RolloutRun(Run):
 
     def publish(self, *, version: int) -> None:
         """Sync the engines' weights."""
+        self._records.add(self._sync_weights(version))
+
+    def _sync_weights(self, version: int) -> dict[str, Metric]:
         self._version = None
         self._take_devices(Phase.SYNC)
         # The sync keeps a separate deadline, and names the late process.
         timeout_s = sync_deadline_s(self._settings.model) + ENGINE_CONTROL_S
         with finishing_first(), self._records.phase("sync"):
-            self._records.add(self._wait(self._sync.run(version=version), name=f"weight sync to version {version}", timeout_s=timeout_s))
+            found = self._wait(self._sync.run(version=version), name=f"weight sync to version {version}", timeout_s=timeout_s)
         self._version = version
+        return found
 
     def evaluate(self) -> None:
         """Evaluate the present weights, where there are held-out prompts."""
