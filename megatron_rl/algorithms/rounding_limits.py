@@ -1,4 +1,4 @@
-"""How far log-probs of engine and trainer may lie apart by rounding alone."""
+"""Limits on the differences between log-probs of engine and trainer by rounding alone."""
 
 import math
 from dataclasses import dataclass

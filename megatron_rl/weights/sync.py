@@ -60,11 +60,11 @@ class WeightSync:
     When the membership has changed, a new transport connects the present members before anything is
     sent. So no sync waits for an engine that left, and one that joined gets the weights. An engine
     gets requests only after it confirmed the weights (`EnginePool.admit`). One that joins during a
-    sync takes part from the next on. Without any member, one that is being started again is waited for.
+    sync takes part from the next on. Without any member, a sync waits for one that returns.
 
-    When a member dies during a sync, the others get the version again from the start, over a new
-    transport; an engine with a part of the weights stays paused. A sync fails when the last engine
-    dies, or one during the joining of a process group. NCCL is not tried yet: there a deadline may
+    When a member dies or fails during a sync, the others get the version again from the start, over
+    a new transport; an engine with a part of the weights stays paused. A sync fails when the last
+    engine dies for good, or one during the joining of a process group. NCCL is not tried yet: there a deadline may
     end the sync, as engines wait on their GPUs for the dead one. With disk and ipc none waits.
     """
 
