@@ -108,6 +108,23 @@ def evaluate(words: tuple[str, ...], reward: str | None, ray_address: str | None
     _session(settings.runtime).evaluate(settings)
 
 
+@cli.command(short_help="Show the prompts that a run would see.", context_settings=_OVERRIDES, options_metavar="[OPTIONS]")
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[CONFIG.yaml] [key.path=value | --key.path value]...")
+def data(words: tuple[str, ...]) -> None:
+    """Read data.train and data.eval with the tokenizer of model.path, as a run would.
+
+    Print the notes on repeated, held-out, long and unlabelled rows, the lengths in tokens, and three rendered prompts of each. Example:
+
+    megatron-rl data model.path=Qwen3-0.6B data.train=rows.parquet data.label_key=reward_model.ground_truth
+    """
+    settings, _ = _settings(("run.directory=.", *words), reward=None, ray_address=None)
+    from megatron_rl.data.overview import detailed_overview
+    from megatron_rl.data.source import RunPrompts
+
+    prompts = RunPrompts.read(settings.model.path, settings.data, seed=settings.run.seed, supervised=settings.supervised)
+    print("\n".join(detailed_overview(prompts)))
+
+
 @cli.command(short_help="Draw the curves of a run, whether it has ended or not.")
 @click.argument("directory", type=click.Path(path_type=Path))
 def report(directory: Path) -> None:

@@ -47,6 +47,11 @@ def contradictions(settings: Settings) -> list[str]:
         if rollout.max_staleness and not objective.corrects_staleness:
             found.append(_uncorrected(f"rollout.max_staleness is {rollout.max_staleness}", objective.policy_loss.kind))
         found += [*_group(data, objective.advantage), *_lengths(data, rollout.sampling, training), *_engines(rollout.sglang)]
+    if data.chat_template_kwargs and rollout.is_hosted:
+        found.append(
+            f"data.chat_template_kwargs has {', '.join(data.chat_template_kwargs)}, but {rollout.name} renders its messages by "
+            "rollout.renderer, which takes none of them; remove them, or use a model whose template has them as defaults"
+        )
     own = {"function": rollout.function, "environment": rollout.environment, "agent": rollout.agent and "set"}
     if len(given := [f"rollout.{name} is {value}" for name, value in own.items() if value is not None]) > 1:
         found.append(f"{' and '.join(given)}, needs at most one; remove the other")

@@ -25,6 +25,8 @@ def made_by(data: DataSettings, rollout: RolloutSettings, reward: RewardSettings
         "rollout.args": rollout.args,
         "data.samples_per_prompt": data.samples_per_prompt,
         "data.label_key": data.label_field,
+        "data.system_prompt": data.system_prompt,
+        "data.chat_template_kwargs": data.chat_template_kwargs,
         "reward.function": reward.function,
         "reward.args": reward.args,
         # Only groups made for ReMax have a baseline.

@@ -1,17 +1,21 @@
-"""Rows of a data file, JSON lines or parquet, each with its origin, `FILE:LINE`, for error messages."""
+"""Rows of data files, each with its origin, `FILE:LINE`, for error messages.
+
+JSON lines, a JSON array, parquet, or the directory of a dataset that Hugging Face's `datasets` saved.
+"""
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pyarrow
 import pyarrow.parquet
 
-from megatron_rl.config.settings import DataSettings
-from megatron_rl.errors import UserError
+from megatron_rl.config.settings import DataFiles, DataSettings
+from megatron_rl.errors import UserError, counted
 from megatron_rl.types import Message
 
 # Of lists and objects in a row: each is walked by calls of Python in the driver, the reward workers and the buffer.
@@ -22,53 +26,81 @@ _MOST_BITS = 1024  # of an integer: Python refuses to write those of some thousa
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One checked row; the prompt is text or chat messages, the origin `FILE:LINE`."""
+    """One checked row; the prompt is text, chat messages or `token_ids`, the origin `FILE:LINE`."""
 
     origin: str
     prompt: str | tuple[Message, ...]
     label: str | None
     response: str | None
     metadata: Mapping[str, Any]
+    token_ids: tuple[int, ...] = ()
 
 
-def read_rows(path: Path, *, settings: DataSettings, need_response: bool = False) -> list[Row]:
-    """Read and check every row of a `.jsonl` or `.parquet` file.
+def read_rows(files: DataFiles, *, settings: DataSettings, need_response: bool = False) -> list[Row]:
+    """Read and check the chosen rows of `files`, in the order of names and lines.
 
-    Raises UserError with the line (in parquet the row, counted from 1), also for a row without a
+    Raises UserError with the line (in a table the row, counted from 1), also for a row without a
     target where supervised training will `need_response`, and for a label_key found in no row.
     """
-    rows = list(_rows(path, settings=settings, need_response=need_response))
+    paths, chosen = data_paths(files.path), files.chosen
+    kept = [row for path in paths for row in _rows(path, settings=settings, need_response=need_response)]
+    rows = kept[chosen]
+    if not rows:
+        raise UserError(f"data file {files.path} has {counted(len(kept), 'row')}, of which rows {files.rows} are none; choose others")
     if settings.label_key is not None and not need_response and all(row.label is None for row in rows):
-        raise UserError(f"{path}: no row has the field {settings.label_key!r}; name the right one in data.label_key, or leave it out")
+        raise UserError(f"{files.path}: no row has the field {settings.label_key!r}; name the right one in data.label_key, or leave it out")
     return rows
 
 
-def read_first_row(path: Path, *, settings: DataSettings) -> Row:
-    """Read and check the first row of a file as `read_rows` does, and no other."""
-    return next(_rows(path, settings=settings, need_response=False))
+def read_first_row(files: DataFiles, *, settings: DataSettings) -> Row:
+    """Read and check the first row of the first file as `read_rows` does, and no other."""
+    return next(_rows(data_paths(files.path)[0], settings=settings, need_response=False))
 
 
 def _rows(path: Path, *, settings: DataSettings, need_response: bool) -> Iterator[Row]:
-    check_is_data_file(path)
     number = 0
-    for origin, record in _parquet_records(path) if path.suffix == ".parquet" else _json_records(path):
+    for origin, record in _json_records(path) if path.suffix in (".jsonl", ".json") else _table_records(path):
         number += 1
         yield check_row(record, origin, settings=settings, need_response=need_response)
     if not number:
         raise UserError(f"data file {path} has no rows, needs at least one")
 
 
-def check_is_data_file(path: Path) -> None:
-    """Raise UserError for a missing file at `path` or an unknown ending. Does not open the file."""
+def data_paths(path: Path) -> list[Path]:
+    """Return the files behind `path`, which may be a pattern such as `rows-*.jsonl` or a saved dataset.
+
+    Raises UserError for a missing file, an unknown ending or a pattern without a file. Opens no data file.
+    """
+    if path.is_dir():
+        return _saved_dataset(path)
     if not path.is_file():
-        raise UserError(f"data file {path} {'is a directory' if path.is_dir() else 'does not exist'}; give a .jsonl or .parquet file")
+        # Only the file's name is a pattern: a directory may have brackets in its name.
+        found = sorted(path.parent.glob(path.name)) if any(letter in path.name for letter in "*?[") else []
+        if not found:
+            raise UserError(f"data file {path} does not exist; give a .jsonl, .json or .parquet file, or a pattern that fits some")
+        return [each for one in found for each in data_paths(one)]
     if path.suffix not in (".parquet", ".jsonl", ".json"):
-        raise UserError(f"data file {path} ends in {path.suffix!r}, needs .jsonl or .parquet; convert or rename it")
+        raise UserError(f"data file {path} ends in {path.suffix!r}, needs .jsonl, .json or .parquet; convert or rename it")
+    return [path]
+
+
+def _saved_dataset(path: Path) -> list[Path]:
+    """Return the Arrow files of a dataset that `datasets` saved in the directory `path`."""
+    if (path / "dataset_dict.json").is_file():
+        splits = ", ".join(sorted(each.name for each in path.iterdir() if each.is_dir()))
+        raise UserError(f"data file {path} is a dataset of several splits ({splits}), needs one of them; add its name to the path")
+    try:
+        names = [entry["filename"] for entry in json.loads((path / "state.json").read_text())["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UserError(
+            f"data file {path} is a directory, needs a file, or what `datasets` wrote with save_to_disk; name the files, as {path}/*.jsonl"
+        ) from None
+    return [path / name for name in names]
 
 
 def _json_records(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
+        for number, line in enumerate(_json_objects(file) if path.suffix == ".json" else file, start=1):
             if not line.strip():
                 continue
             origin = f"{path}:{number}"
@@ -88,6 +120,17 @@ def _json_records(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             yield origin, record
 
 
+def _json_objects(file: BinaryIO) -> Iterable[bytes]:
+    """Return the lines of JSON lines, or a line for each element of one array. Moves lone arrays alone."""
+    begin = file.peek(1024).lstrip()[:1] if isinstance(file, BufferedReader) else b""
+    if begin != b"[":
+        return file
+    try:
+        return [json.dumps(element).encode() for element in json.loads(file.read(), object_pairs_hook=_object)]
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file.name}: not an array of JSON objects ({error}); correct it, or write one object in each line") from error
+
+
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return a JSON object. Raise ValueError for a repeated key: json keeps only the last."""
     record = dict(pairs)
@@ -97,20 +140,21 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return record
 
 
-def _parquet_records(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    number = 0
+def _table_records(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    number, is_parquet = 0, path.suffix == ".parquet"
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
+        with pyarrow.parquet.ParquetFile(path) if is_parquet else pyarrow.ipc.open_stream(pyarrow.memory_map(str(path))) as file:
             # Of two columns of a name a row would keep the last.
-            names = file.schema_arrow.names
+            names = (file.schema_arrow if is_parquet else file.schema).names
             if len(set(names)) < len(names):
                 raise ValueError(f"of its columns {', '.join(map(repr, names))} two have one name")
-            for batch in file.iter_batches():
+            for batch in file.iter_batches() if is_parquet else file:
                 for record in batch.to_pylist():
                     number += 1
                     yield f"{path}:{number}", record
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
-        words = f"data file {path} is not a parquet file that can be read, behind row {number} ({error})"
+        kind = "a parquet" if is_parquet else "an Arrow"
+        words = f"data file {path} is not {kind} file that can be read, behind row {number} ({error})"
         raise UserError(f"{words}; write it again or use .jsonl") from error
 
 
@@ -118,24 +162,43 @@ def check_row(record: Mapping[str, Any], origin: str, *, settings: DataSettings,
     """Return a row from the fields of a line. Raise UserError, beginning with `origin`."""
     for key, value in record.items():
         _check_value({key: value}, f"{origin}: {key!r}", level=0)
+    values = {key: _field(record, key) for key in (settings.prompt_key, settings.label_field, settings.response_field)}
     wanted = {settings.prompt_key: "data.prompt_key"} | ({settings.response_field: "data.label_key"} if need_response else {})
     for key, setting in wanted.items():
-        if key in record and record[key] is None:
-            raise UserError(f"{origin}: {key!r} is null, needs {'a string or chat messages' if key == settings.prompt_key else 'a string'}")
-        if key not in record:
+        if values[key] is _MISSING:
             raise UserError(f"{origin}: no field {key!r}, only {', '.join(map(repr, record)) or 'none'}; name the right one in {setting}")
+        if values[key] is None:
+            raise UserError(f"{origin}: {key!r} is null, needs {'a string or chat messages' if key == settings.prompt_key else 'a string'}")
+    values = {key: None if value is _MISSING else value for key, value in values.items()}
     # Without a supervised target the field of data.label_key is a label.
-    response = record.get(settings.response_field) if need_response or settings.label_key is None else None
+    response = values[settings.response_field] if need_response or settings.label_key is None else None
     if response is not None and not isinstance(response, str):
         raise UserError(f"{origin}: {settings.response_field!r} has type {type(response).__name__}, needs a string")
-    taken = (settings.prompt_key, settings.label_field, settings.response_field)
+    prompt = values[settings.prompt_key]
+    given = tuple(prompt) if isinstance(prompt, list) and all(type(each) is int and each >= 0 for each in prompt) else ()
     return Row(
         origin=origin,
-        prompt=_prompt(record[settings.prompt_key], origin, settings.prompt_key),
-        label=_label(record.get(settings.label_field), origin, settings.label_field),
+        prompt="" if given else _prompt(prompt, origin, settings.prompt_key),
+        token_ids=given,
+        label=_label(values[settings.label_field], origin, settings.label_field),
         response=response,
-        metadata={key: value for key, value in record.items() if key not in taken},
+        metadata={key: value for key, value in record.items() if key not in values},
     )
+
+
+_MISSING = object()
+
+
+def _field(record: Mapping[str, Any], key: str) -> Any:
+    """Return the value of `key`, or of nested objects behind a path such as `reward_model.ground_truth`."""
+    if key in record:
+        return record[key]
+    value: Any = record
+    for part in key.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return _MISSING
+        value = value[part]
+    return value
 
 
 def _check_value(value: Any, origin: str, *, level: int) -> None:
@@ -159,7 +222,7 @@ def _prompt(value: Any, origin: str, key: str) -> str | tuple[Message, ...]:
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not value:
-        raise UserError(f"{origin}: {key!r} is {_shown(value)}, needs a string or a list of chat messages")
+        raise UserError(f"{origin}: {key!r} is {_shown(value)}, needs a string, a list of chat messages, or token ids")
     for message in value:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
             raise UserError(f"{origin}: chat message {_shown(message)} needs the strings 'role' and 'content'")

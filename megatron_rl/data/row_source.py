@@ -1,4 +1,4 @@
-"""Training rows in training order, from a data file or a custom data source (`data.source`).
+"""Training rows in training order, from data files or a custom data source (`data.source`).
 
 Both follow from the seed alone and can stop anywhere and continue, in the driver alone.
 """
@@ -6,49 +6,68 @@ Both follow from the seed alone and can stop anywhere and continue, in the drive
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatron_rl.config.settings import DataSettings
-from megatron_rl.data.row_files import Row, check_row, read_rows
+from megatron_rl.config.settings import DataFiles, DataSettings
+from megatron_rl.data.row_files import Row, check_row, data_paths, read_rows
 from megatron_rl.errors import UserError, counted
 from megatron_rl.plugins.kinds import KINDS, DataSource
 from megatron_rl.plugins.loader import load, without_exits
-from megatron_rl.types import Ints
+from megatron_rl.types import Bools
 
 NamedRow = tuple[str, Row]  # a row and the id of its prompt, which no other row of the run has
 _PROBED_ROWS = 2
 
 
 class FileRows:
-    """The rows of one data file, shuffled anew every epoch. Ids are EPOCH-ROW, rows counted from 0."""
+    """The rows of data.train, each source shuffled anew every epoch of its own, mixed by weight.
 
-    def __init__(self, path: Path, *, settings: DataSettings, seed: int, need_response: bool) -> None:
-        self.rows = read_rows(path, settings=settings, need_response=need_response)
-        self._path = path
-        self._shuffle = settings.shuffle
-        self._seed = seed
-        with path.open("rb") as file:
-            self._digest = hashlib.file_digest(file, "sha256").hexdigest()
-        self._epoch = self._cursor = 0
-        self._order = self._epoch_order()
+    Ids are EPOCH-ROW, with rows counted from 0 over all sources. After n rows, each source has
+    given its share of n within one row.
+    """
+
+    def __init__(self, sources: Sequence[DataFiles], *, settings: DataSettings, seed: int, need_response: bool) -> None:
+        parts = [read_rows(files, settings=settings, need_response=need_response) for files in sources]
+        self.rows = [row for rows in parts for row in rows]
+        self._starts = np.cumsum([0, *map(len, parts)])
+        self._shuffle, self._seed = settings.shuffle, seed
+        weights = np.array([files.weight for files in sources])
+        self._shares = weights / weights.sum()
+        self._digest = _digest(sources)
+        self._taken = [0] * len(parts)
+        self._orders = [(-1, np.empty(0, np.int64))] * len(parts)  # of each source: an epoch, and its order of rows
+
+    def drop(self, dropped: Bools) -> None:
+        """Leave out the rows of a mask [rows], before any row is taken. Raises UserError where no row of a source is left."""
+        kept = np.flatnonzero(~dropped)
+        starts = np.searchsorted(kept, self._starts)
+        for part in np.flatnonzero(np.diff(starts) == 0):
+            origin = self.rows[self._starts[part]].origin
+            raise UserError(
+                f"all prompts from {origin} on are longer than data.max_prompt_tokens, which data.overlong drops; raise it, or truncate"
+            )
+        self.rows, self._starts = [self.rows[index] for index in kept], starts
 
     def take(self, count: int) -> list[NamedRow]:
-        """Return the next `count` rows; a new epoch starts where the file ends."""
-        taken: list[NamedRow] = []
-        while len(taken) < count:
-            if self._cursor == len(self.rows):
-                self._epoch, self._cursor = self._epoch + 1, 0
-                self._order = self._epoch_order()
-            indices = self._order[self._cursor : self._cursor + count - len(taken)]
-            taken += [(f"{self._epoch}-{index}", self.rows[index]) for index in indices]
-            self._cursor += len(indices)
-        return taken
+        """Return the next `count` rows; a new epoch of a source starts where it ends."""
+        return [self._next() for _ in range(count)]
+
+    def _next(self) -> NamedRow:
+        part = int(np.argmax(self._shares * (sum(self._taken) + 1) - self._taken))
+        first, size = self._starts[part], self._starts[part + 1] - self._starts[part]
+        epoch, cursor = divmod(self._taken[part], int(size))
+        if self._orders[part][0] != epoch:
+            # A first part's zero changes no seed.
+            order = np.random.default_rng([self._seed, epoch, part]).permutation(size) if self._shuffle else np.arange(size)
+            self._orders[part] = (epoch, order)
+        self._taken[part] += 1
+        index = int(first + self._orders[part][1][cursor])
+        return f"{epoch}-{index}", self.rows[index]
 
     def first(self, count: int) -> list[Row]:
-        """Return at most `count` rows in the order of the file. Moves nothing."""
+        """Return at most `count` rows in the order of the files. Moves nothing."""
         return self.rows[:count]
 
     def again(self, names: Sequence[str]) -> list[NamedRow]:
@@ -56,20 +75,26 @@ class FileRows:
         return [(name, self.rows[int(name.partition("-")[2])]) for name in names]
 
     def state(self) -> dict[str, Any]:
-        """Return epoch and row, with the facts that must stay equal for both to be valid."""
-        return {"epoch": self._epoch, "cursor": self._cursor, "seed": self._seed, "shuffle": self._shuffle, "digest": self._digest}
+        """Return the rows taken of each source, with the facts that must stay equal for them to be valid."""
+        facts = {"seed": self._seed, "shuffle": self._shuffle, "digest": self._digest, "num_rows": len(self.rows)}
+        return {"taken": list(self._taken), **facts}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state()`. Raises UserError for another file, seed or data.shuffle."""
-        names = {"digest": f"content of {self._path}", "seed": "run.seed", "shuffle": "data.shuffle"}
-        _check_same(state, self.state(), names)
-        self._epoch, self._cursor = state["epoch"], state["cursor"]
-        self._order = self._epoch_order()
+        """Go on from `state()`. Raises UserError for other files, rows, weights, seed or data.shuffle."""
+        names = {"digest": "content of data.train", "num_rows": "number of rows of data.train within data.max_prompt_tokens"}
+        _check_same(state, self.state(), names | {"seed": "run.seed", "shuffle": "data.shuffle"})
+        self._taken = list(state["taken"])
 
-    def _epoch_order(self) -> Ints:
-        if not self._shuffle:
-            return np.arange(len(self.rows))
-        return np.random.default_rng([self._seed, self._epoch]).permutation(len(self.rows))
+
+def _digest(sources: Sequence[DataFiles]) -> str:
+    """Return a checksum of the content of all files, and of the rows and weights chosen of them."""
+    digest = hashlib.sha256()
+    for files in sources:
+        for path in data_paths(files.path):
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+        digest.update(f"{files.rows} {files.weight}".encode())
+    return digest.hexdigest()
 
 
 class OwnRows:

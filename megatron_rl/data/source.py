@@ -1,20 +1,22 @@
-"""Prompts and supervised groups from rows, of a file or of a data source. R response tokens."""
+"""Prompts and supervised groups from rows, of files or of a data source. R response tokens."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from jinja2 import TemplateError
+from jinja2 import Environment, TemplateError
+from jinja2.meta import find_undeclared_variables
 
-from megatron_rl.config.settings import DataSettings
+from megatron_rl.config.settings import DataFiles, DataSettings
 from megatron_rl.data.row_files import Row
 from megatron_rl.data.row_source import FileRows, NamedRow, OwnRows
 from megatron_rl.data.tokenizer import load_tokenizer, unknown_id, vocabulary_size
 from megatron_rl.errors import UserError, counted
-from megatron_rl.types import Group, Prompt, Reward, RewardOutcome, Sample
+from megatron_rl.types import Group, Ints, Message, Prompt, Reward, RewardOutcome, Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -26,19 +28,19 @@ _ENCODED_AT_ONCE = 1024
 
 
 class PromptSource:
-    """The prompts of a data file, or with `path` None of `data.source`.
+    """The prompts of data files, or without `sources` of `data.source`.
 
     A string prompt is tokenized unchanged. Chat messages are rendered by the tokenizer's chat
     template, up to the start of the assistant's answer. The tokenizer adds no special tokens to
     either. `need_response` requires the target of supervised training, and `vocab_size` lower ids.
 
-    Raises UserError, with file and line, for any unusable row. The prompts of files above 100,000
-    rows, and whole rows of `data.source`, are checked when taken.
+    Raises UserError, with file and line, for any unusable row. The prompts of more than 100,000
+    rows, unless long ones are dropped, and whole rows of `data.source` are checked when taken.
     """
 
     def __init__(
         self,
-        path: Path | None,
+        sources: Sequence[DataFiles],
         tokenizer: "PreTrainedTokenizerBase",
         *,
         settings: DataSettings,
@@ -46,43 +48,67 @@ class PromptSource:
         need_response: bool = False,
         vocab_size: int | None = None,
     ) -> None:
-        self._path, self._settings = path, settings
+        self.name = ", ".join(str(files.path) for files in sources)
+        self.max_prompt_tokens = settings.max_prompt_tokens
+        self._settings = settings
         self._tokenizer, self._vocab_size, self._unknown = tokenizer, vocab_size, unknown_id(tokenizer)
+        self._variables = template_variables(tokenizer)
         self.rows: FileRows | OwnRows  # the rows in order, with the cursor that a checkpoint keeps
-        # The rows of a file; an endless custom source allows no check in advance.
-        self._known: Sequence[Row] = ()
-        if path is None:
+        # The rows of files; an endless custom source allows no check in advance.
+        self.known: Sequence[Row] = ()
+        self.lengths: Ints = np.empty(0, np.int64)
+        self.num_overlong = 0
+        if not sources:
             self.rows = OwnRows(settings=settings, seed=seed, need_response=need_response)
-        else:
-            self.rows = file = FileRows(path, settings=settings, seed=seed, need_response=need_response)
-            self._known = file.rows
-        if len(self._known) <= _CHECKED_ROWS:
-            for first in range(0, len(self._known), _ENCODED_AT_ONCE):
-                self._encode(self._known[first : first + _ENCODED_AT_ONCE])
+            return
+        self.rows = file = FileRows(sources, settings=settings, seed=seed, need_response=need_response)
+        if len(file.rows) <= _CHECKED_ROWS or settings.overlong == "drop":
+            firsts = range(0, len(file.rows), _ENCODED_AT_ONCE)
+            encoded = (self._encode(file.rows[first : first + _ENCODED_AT_ONCE]) for first in firsts)
+            self.lengths = np.array([len(ids) for rows in encoded for _, ids in rows])
+            overlong = self.lengths > settings.max_prompt_tokens
+            self.num_overlong = int(overlong.sum())
+            if settings.overlong == "drop":
+                file.drop(overlong)
+                self.lengths = self.lengths[~overlong]
+        self.known = file.rows
 
-    def label_note(self) -> str | None:
+    def notes(self, *, labelled: bool = True) -> list[str]:
+        """Return notes about long prompts, repeated prompts and, where they should be `labelled`, rows without a label."""
+        verb = {"error": "refused", "drop": "left out", "truncate": "cut to their last tokens"}[self._settings.overlong]
+        long = f"{counted(self.num_overlong, 'prompt')} of {self.name} of more than {self.max_prompt_tokens} tokens: {verb}"
+        seen: dict[str, str] = {}
+        firsts = [seen.setdefault(prompt_key(row), row.origin) for row in self.known]
+        again = [(row.origin, first) for row, first in zip(self.known, firsts, strict=True) if row.origin != first]
+        repeated = f"{len(again)} of {counted(len(self.known), 'row')} of {self.name} repeat a prompt: " + "".join(
+            f"{origin} is that of {first}" for origin, first in again[:1]
+        )
+        label = self._label_note() if labelled else None
+        return [*[long] * bool(self.num_overlong), *[repeated] * bool(again), *([] if label is None else [label])]
+
+    def _label_note(self) -> str | None:
         """Return a note about rows without a label; None when every row has one."""
-        origins = [row.origin for row in self._known if row.label is None]
+        origins = [row.origin for row in self.known if row.label is None]
         if not origins:
             return None
-        which, first = f"no row of {self._path} has", ""
-        if len(origins) < len(self._known):
-            which, first = f"{len(origins)} of {len(self._known)} rows lack", f", the first is {origins[0]}"
+        which, first = f"no row of {self.name} has", ""
+        if len(origins) < len(self.known):
+            which, first = f"{len(origins)} of {len(self.known)} rows lack", f", the first is {origins[0]}"
         return f"{which} the field {self._settings.label_field!r}{first}: the reward function gets label None for them"
 
     def repeat_note(self) -> str | None:
-        """Return a note when a step takes more rows than the file has."""
-        rows, taken = len(self._known), self._settings.prompts_per_step
-        if self._path is None or rows >= taken:
+        """Return a note when a step takes more rows than there are."""
+        rows, taken = len(self.known), self._settings.prompts_per_step
+        if not self.name or rows >= taken:
             return None
         return (
-            f"{self._path} has {counted(rows, 'row')}, and a step takes data.prompts_per_step {taken}: every step has some of them more "
+            f"{self.name} has {counted(rows, 'row')}, and a step takes data.prompts_per_step {taken}: every step has some of them more "
             "than once; give more rows, or lower data.prompts_per_step"
         )
 
     def probes(self) -> list[Prompt]:
         """Return the first prompt with a label and the first without one. Moves nothing."""
-        rows = self._known or self.rows.first(1)
+        rows = self.known or self.rows.first(1)
         unlabelled = [row.label is None for row in rows]
         firsts = sorted(unlabelled.index(kind) for kind in (False, True) if kind in unlabelled)
         return self._prompts([(f"eval-{index}", rows[index]) for index in firsts])
@@ -110,32 +136,36 @@ class PromptSource:
 
     def all(self) -> list[Prompt]:
         """Return every prompt in the order of the file, with ids eval-ROW. Moves nothing."""
-        return self.first(len(self._known))
+        return self.first(len(self.known))
 
     def first(self, count: int) -> list[Prompt]:
         """Return at most `count` first prompts, as `all`. Moves nothing."""
         return self._prompts([(f"eval-{number}", row) for number, row in enumerate(self.rows.first(count))])
 
     def _prompts(self, named: Sequence[NamedRow]) -> list[Prompt]:
-        return [
-            Prompt(
-                id=name,
-                token_ids=np.array(ids),
-                text=text,
-                label=row.label,
-                metadata=row.metadata,
-                messages=() if isinstance(row.prompt, str) else row.prompt,
+        prompts = []
+        for (name, row), (text, ids) in zip(named, self._encode([row for _, row in named]), strict=True):
+            kept = ids[-self.max_prompt_tokens :]
+            prompts.append(
+                Prompt(
+                    id=name,
+                    token_ids=np.array(kept),
+                    text=text if len(kept) == len(ids) else self._tokenizer.decode(kept),
+                    label=row.label,
+                    metadata=row.metadata,
+                    messages=self._messages(row),
+                )
             )
-            for (name, row), (text, ids) in zip(named, self._encode([row for _, row in named]), strict=True)
-        ]
+        return prompts
 
     def _encode(self, rows: Sequence[Row]) -> list[tuple[str, list[int]]]:
-        """Return text and token ids of each row's prompt."""
+        """Return text and token ids of each row's prompt, as long as they are where data.overlong allows."""
         texts = [self._text(row) for row in rows]
         # The tokenizer does not take an empty list.
         encoded = self._tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
-        limit = self._settings.max_prompt_tokens
-        for row, ids in zip(rows, encoded, strict=True):
+        taken = [(text, list(row.token_ids) or ids) for row, text, ids in zip(rows, texts, encoded, strict=True)]
+        limit, overlong = self.max_prompt_tokens, self._settings.overlong
+        for row, (_, ids) in zip(rows, taken, strict=True):
             if not ids:
                 raise UserError(f"{row.origin}: the prompt has no tokens, needs at least one")
             if set(ids) == {self._unknown}:
@@ -148,25 +178,39 @@ class PromptSource:
                     f"{row.origin}: the prompt has the token {max(ids)}, needs one below vocab_size {self._vocab_size} of the model's "
                     "config.json; use the tokenizer of this model"
                 )
-            if len(ids) > limit:
+            if len(ids) > limit and overlong == "error":
                 got = f"{row.origin}: the prompt has {len(ids)} tokens"
-                raise UserError(f"{got}, the limit is {limit}; shorten it or raise data.max_prompt_tokens")
-        return list(zip(texts, encoded, strict=True))
+                raise UserError(f"{got}, the limit is {limit}; shorten it, raise data.max_prompt_tokens, or set data.overlong")
+        return taken
+
+    def _messages(self, row: Row) -> tuple[Message, ...]:
+        """Return the row's chat messages, with data.system_prompt before those without a system message."""
+        if isinstance(row.prompt, str):
+            return ()
+        system = self._settings.system_prompt
+        has_own = system is None or row.prompt[0]["role"] == "system"
+        return row.prompt if has_own else ({"role": "system", "content": system}, *row.prompt)
 
     def _text(self, row: Row) -> str:
-        if isinstance(row.prompt, str):
-            return row.prompt
+        messages = self._messages(row)
+        if not messages:
+            if self._settings.system_prompt is not None:
+                raise UserError(
+                    f"{row.origin}: the prompt is no chat, which data.system_prompt needs; write messages, or remove the setting"
+                )
+            return self._tokenizer.decode(row.token_ids) if row.token_ids else str(row.prompt)
         if self._tokenizer.chat_template is None:
             raise UserError(
                 f"{row.origin}: the prompt is a chat but the tokenizer has no chat template; use a string prompt or add a template"
             )
-        if row.prompt[-1]["role"] == "assistant":
+        if messages[-1]["role"] == "assistant":
             raise UserError(
                 f"{row.origin}: the last message is the assistant's, needs one that the policy answers; remove it, or move it to the field "
                 f"{self._settings.response_field!r}"
             )
         tools = row.metadata.get("tools")
-        render = partial(self._tokenizer.apply_chat_template, list(row.prompt), add_generation_prompt=True, tokenize=False)
+        options = {"add_generation_prompt": True, "tokenize": False, **self._template_kwargs(row)}
+        render = partial(self._tokenizer.apply_chat_template, list(messages), **options)
         try:
             text: str = render(tools=tools)
             unread = bool(tools) and text == render()
@@ -181,6 +225,20 @@ class PromptSource:
             )
         return text
 
+    def _template_kwargs(self, row: Row) -> dict[str, Any]:
+        """Return the arguments of the chat template. Raises UserError for one that the template does not read."""
+        own = row.metadata.get("chat_template_kwargs") or {}
+        if not isinstance(own, Mapping):
+            raise UserError(f"{row.origin}: chat_template_kwargs is {own!r:.60}, needs an object")
+        kwargs = {**self._settings.chat_template_kwargs, **own}
+        unread = [name for name in kwargs if name not in self._variables]
+        if unread:
+            raise UserError(
+                f"{row.origin}: the chat template does not read {unread[0]!r} of chat_template_kwargs, needs one of "
+                f"{', '.join(sorted(self._variables)) or 'none'}; remove or rename it"
+            )
+        return kwargs
+
     def _target_ids(self, row: Row) -> list[int]:
         """Return token ids [R] of the row's response, closed by the end-of-sequence token."""
         if row.response is None:
@@ -194,6 +252,37 @@ class PromptSource:
             )
         ids = list(self._tokenizer(row.response, add_special_tokens=False)["input_ids"])
         return ids if ids and ids[-1] == end else [*ids, end]
+
+
+def template_variables(tokenizer: "PreTrainedTokenizerBase") -> frozenset[str]:
+    """Return the names that the tokenizer's chat template reads and the caller may give."""
+    if not isinstance(tokenizer.chat_template, str):
+        return frozenset()
+    try:
+        names = find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(tokenizer.chat_template))
+    except TemplateError:  # reported by the first prompt that is rendered
+        return frozenset()
+    return (
+        frozenset(names)
+        - {"messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now"}
+        - set(tokenizer.special_tokens_map)
+    )
+
+
+def prompt_key(row: Row) -> str:
+    """Return a row's prompt without differences of case and white space, to find repetitions."""
+    text = str(row.token_ids or row.prompt) if isinstance(row.prompt, str) else json.dumps(row.prompt, sort_keys=True)
+    return " ".join(text.casefold().split())
+
+
+def overlap_note(train: PromptSource, held_out: PromptSource) -> str | None:
+    """Return a note about prompts of the held-out rows among those to train on; None without any."""
+    origins = {prompt_key(row): row.origin for row in train.known}
+    both = [(row.origin, origins[prompt_key(row)]) for row in held_out.known if prompt_key(row) in origins]
+    if not both:
+        return None
+    which = f"{len(both)} of {counted(len(held_out.known), 'prompt')} of {held_out.name} are also trained on"
+    return f"{which}, the first is {both[0][0]}, in {both[0][1]}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,18 +301,21 @@ class RunPrompts:
 
     @classmethod
     def read(cls, model: Path, data: DataSettings, *, seed: int, trains: bool = True, supervised: bool = False) -> "RunPrompts":
-        """Read the tokenizer in `model` and both files; without `trains` data.eval alone."""
+        """Read the tokenizer in `model` and all files; without `trains` data.eval alone."""
         tokenizer = load_tokenizer(model)
         open_source = partial(PromptSource, tokenizer=tokenizer, settings=data, seed=seed, vocab_size=vocabulary_size(model))
-        held_out = [] if data.eval is None else [open_source(data.eval)]
-        train = [open_source(data.train, need_response=supervised)] if trains else []
-        notes = [file.repeat_note() for file in train] + [file.label_note() for file in train + held_out if not supervised]
+        held_out = [] if data.eval is None else [open_source([DataFiles(path=data.eval)])]
+        train = [open_source(data.sources, need_response=supervised)] if trains else []
+        notes = [file.repeat_note() for file in train] + [overlap_note(file, other) for file in train for other in held_out]
         return cls(
             tokenizer=tokenizer,
             source=(train + held_out)[0],
             held_out=tuple(prompt for file in held_out for prompt in file.all()),
             probes=tuple(prompt for file in held_out + train for prompt in file.probes()),
-            notes=tuple(note for note in notes if note is not None),
+            notes=(
+                *(note for note in notes if note is not None),
+                *(note for file in train + held_out for note in file.notes(labelled=not supervised)),
+            ),
         )
 
     def for_parity(self, count: int) -> list[Prompt]:

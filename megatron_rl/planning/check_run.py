@@ -30,6 +30,12 @@ def check_run(settings: Settings, decisions: Iterable[Decision], *, resume: bool
         raise UserError(f"{plan.verdict}; `megatron-rl plan` lists layouts that fit")
     decided = {"What was decided, as it was not set": {one.path: f"{one.value}: {one.reason}" for one in decisions}}
     tables = {**decided, **launch_plan(settings, find_target(settings, config_only=config_only))}
+    if not config_only:
+        from megatron_rl.data.overview import overview
+        from megatron_rl.data.source import RunPrompts
+
+        prompts = RunPrompts.read(settings.model.path, settings.data, seed=settings.run.seed, supervised=settings.supervised)
+        tables["Prompts"] = overview(prompts)
     if resume and not config_only:
         from megatron_rl.runtime.resumption import resume_rows
 

@@ -48,6 +48,8 @@ class EnvironmentRollout:
     async def _play(self, home: Home, conversation: Conversation, prompt: Prompt, sampling: Sampling) -> "Notes":
         """Take turns until the environment ends, none is left, or an answer does not stop."""
         notes = Notes()
+        if "chat_template_kwargs" in prompt.metadata:
+            raise TrajectoryError("template", "the row has chat_template_kwargs, which rollout.renderer does not take; drop the field")
         messages = list((await self._within_time(home.reset(prompt), doing="reset"))["messages"])
         if not messages:
             raise TrajectoryError("contract", "reset returned no message, needs at least one for the policy, or None for the prompt's")

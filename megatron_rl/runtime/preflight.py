@@ -31,7 +31,7 @@ from megatron_rl.config.settings import (
     TopologySettings,
     TrainingSettings,
 )
-from megatron_rl.data.row_files import check_is_data_file, read_first_row
+from megatron_rl.data.row_files import data_paths, read_first_row
 from megatron_rl.data.row_source import OwnRows
 from megatron_rl.data.source import RunPrompts
 from megatron_rl.data.tokenizer import check_ends, load_tokenizer, model_type
@@ -99,7 +99,6 @@ def preflight(settings: Settings, *, resume: bool = False, probe: bool = True) -
         partial(check_installed, settings.observe),
         partial(check_interface, runtime),
         lambda: check_ends(load_tokenizer(model.path), model.path),
-        partial(_check_held_out, data),
     ]
     if data.source is not None:
         checks.append(partial(require, data.source, "data_source", data.args))
@@ -107,7 +106,7 @@ def preflight(settings: Settings, *, resume: bool = False, probe: bool = True) -
         reward = None if settings.supervised else settings.reward
         checks.append(partial(_check_rows, data, model.path, reward, seed=run.seed))
     else:
-        checks += [partial(check_is_data_file, path) for path in (data.train, data.eval) if path is not None]
+        checks += [partial(_check_found, path) for path in (*(files.path for files in data.sources), data.eval) if path is not None]
         checks += [] if settings.supervised else [partial(_check_reward, settings.reward)]
     checks.append(partial(_check_disk, run, model.path, has_critic=settings.objective.has_critic))
     if runtime.ray_address is None and local_device().kind == "cpu":
@@ -241,10 +240,9 @@ def _check_optimizer(training: TrainingSettings, dtype: torch.dtype, *, has_crit
     return notes
 
 
-def _check_held_out(data: DataSettings) -> list[str]:
-    if data.eval is not None and data.train is not None and os.path.realpath(data.eval) == os.path.realpath(data.train):
-        return [f"data.eval is data.train ({data.train}): the run is evaluated on rows that it trains on"]
-    return []
+def _check_found(path: Path) -> None:
+    """Raise UserError where no data file is behind `path`."""
+    data_paths(path)
 
 
 def _check_rows(data: DataSettings, model: Path, reward: RewardSettings | None, *, seed: int) -> list[str]:
@@ -282,10 +280,10 @@ def _check_rollout(rollout: RolloutSettings, model: Path, *, directory: Path, re
 def _check_own_rollout(rollout: RolloutSettings, model: Path, data: DataSettings, *, seed: int, need_experts: bool) -> list[str]:
     """Try the user's own rollout on the first row with a scripted engine and the model's tokenizer; note an environment's renderer."""
     tokenizer = load_tokenizer(model)
-    if data.train is None:
+    if not data.sources:
         (row,) = OwnRows(settings=data, seed=seed, need_response=False).first(1)
     else:
-        row = read_first_row(data.train, settings=data)
+        row = read_first_row(data.sources[0], settings=data)
     trial = RolloutTrial(rollout, tokenizer=tokenizer, model_type=model_type(model), need_experts=need_experts, row=row)
     trial.run()
     trial.check_trained()

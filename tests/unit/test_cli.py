@@ -57,7 +57,10 @@ def fake_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     plan, target = ModuleType("megatron_rl.planning.launch_plan"), ModuleType("megatron_rl.runtime.target")
     vars(plan).update(launch_plan=lambda settings, target: {"layout": {"tp": 2}}, memory_plan=None)
     vars(target).update(find_target=lambda settings, config_only: None)
-    for module in (plan, target):
+    rows = ModuleType("megatron_rl.data.overview")
+    vars(rows).update(overview=lambda prompts: {"data.train": "3 prompts"})
+    monkeypatch.setattr("megatron_rl.data.source.RunPrompts.read", lambda *args, **kind: None)
+    for module in (plan, target, rows):
         monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
@@ -111,7 +114,10 @@ def test_of_a_run_that_does_not_fit_the_plan_alone_is_printed(
     plan, target = ModuleType("megatron_rl.planning.launch_plan"), ModuleType("megatron_rl.runtime.target")
     vars(plan).update(launch_plan=lambda settings, target: {}, memory_plan=lambda settings: found)
     vars(target).update(find_target=lambda settings, config_only: None)
-    for module in (plan, target):
+    rows = ModuleType("megatron_rl.data.overview")
+    vars(rows).update(overview=lambda prompts: {"data.train": "3 prompts"})
+    monkeypatch.setattr("megatron_rl.data.source.RunPrompts.read", lambda *args, **kind: None)
+    for module in (plan, target, rows):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     assert main(["train", config, "--check", "--config-only"]) == (0 if fits else 2)
     printed = capsys.readouterr()

@@ -32,7 +32,7 @@ def test_held_out_prompts_are_tried_first_without_the_source(read: Callable[...,
     assert [prompt.text for prompt in prompts.for_parity(1)] == ["7"] and len(prompts.for_parity(9)) == 2
     assert [prompt.text for prompt in prompts.probes] == ["7", "8", "1", "2"]
     state = prompts.source.rows.state()
-    assert (state["epoch"], state["cursor"]) == (0, 0)
+    assert state["taken"] == [0]
     assert [note.partition(" ")[0] for note in prompts.notes] == ["1", "1"], "a note about each file"
 
 

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from megatron_rl.config.settings import DataSettings
+from megatron_rl.config.settings import DataFiles, DataSettings
 from megatron_rl.data import source as source_module
 from megatron_rl.data.row_source import OwnRows
 from megatron_rl.data.source import PromptSource
@@ -54,7 +54,9 @@ def write(path: Path, *records: Any) -> Path:
 
 
 def open_source(path: Path, tokenizer: Any, *, seed: int = 0, need_response: bool = False, **settings: Any) -> PromptSource:
-    return PromptSource(path, tokenizer, settings=DataSettings(train=path, **settings), seed=seed, need_response=need_response)
+    return PromptSource(
+        [DataFiles(path=path)], tokenizer, settings=DataSettings(train=path, **settings), seed=seed, need_response=need_response
+    )
 
 
 def test_string_prompts_keep_exact_tokens_label_and_fields(tmp_path: Path, tokenizer: Any) -> None:
@@ -68,7 +70,7 @@ def test_string_prompts_keep_exact_tokens_label_and_fields(tmp_path: Path, token
     assert [prompt.text for prompt in source.first(1)] == ["12+34="]
     assert [prompt.id for prompt in source.next_prompts(1)] == ["1-0"]
     state = source.rows.state()
-    assert (state["epoch"], state["cursor"]) == (1, 1)
+    assert state["taken"] == [3]
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
@@ -143,7 +145,7 @@ def test_a_restored_source_goes_on_where_the_other_stopped(tmp_path: Path, token
         ({}, r":2: no field 'prompt', only none"),
         ({"prompt": None}, r":2: 'prompt' is null, needs a string or chat messages"),
         ({"prompt": ""}, r":2: the prompt has no tokens"),
-        ({"prompt": 7}, r":2: 'prompt' is 7, needs a string or a list of chat messages"),
+        ({"prompt": 7}, r":2: 'prompt' is 7, needs a string, a list of chat messages, or token ids"),
         ({"prompt": []}, r":2: 'prompt' is \[\], needs"),
         ({"prompt": [{"role": "user"}]}, r":2: chat message \{'role': 'user'\} needs the strings"),
         ({"prompt": [{"role": "bad", "content": ""}]}, r":2: the chat template refuses this prompt \(no such role\)"),
@@ -155,7 +157,7 @@ def test_a_restored_source_goes_on_where_the_other_stopped(tmp_path: Path, token
         ({"prompt": "1", "label": [1]}, r":2: 'label' is \[1\], needs a string or a number"),
         ({"prompt": "1", "label": True}, r":2: 'label' is True"),
         ({"prompt": "1", "response": 4}, r":2: 'response' has type int, needs a string"),
-        ({"prompt": "123456789"}, r":2: the prompt has 9 tokens, the limit is 8; shorten it or raise data\.max_prompt_tokens"),
+        ({"prompt": "123456789"}, r":2: the prompt has 9 tokens, the limit is 8; shorten it, raise data\.max_prompt_tokens"),
     ],
 )
 def test_a_bad_row_is_named_by_its_line(tmp_path: Path, tokenizer: Any, line: Any, message: str) -> None:
@@ -168,7 +170,7 @@ def test_a_bad_row_is_named_by_its_line(tmp_path: Path, tokenizer: Any, line: An
 def test_files_that_cannot_be_read(tmp_path: Path, tokenizer: Any) -> None:
     with pytest.raises(UserError, match=r"missing\.jsonl does not exist"):
         open_source(tmp_path / "missing.jsonl", tokenizer)
-    with pytest.raises(UserError, match=r"ends in '\.csv', needs \.jsonl or \.parquet"):
+    with pytest.raises(UserError, match=r"ends in '\.csv', needs \.jsonl, \.json or \.parquet"):
         open_source(write(tmp_path / "a.csv", "prompt"), tokenizer)
     with pytest.raises(UserError, match="has no rows"):
         open_source(write(tmp_path / "empty.jsonl", ""), tokenizer)
@@ -301,7 +303,7 @@ def opened(name: str = "Numbers", *, seed: int = 4, label_key: str = "label", **
 
 def prompts(tokenizer: Any, name: str = "Numbers", *, need_response: bool = False, **settings: Any) -> PromptSource:
     data = DataSettings(source=f"my_rows:{name}", **settings)
-    return PromptSource(None, tokenizer, settings=data, seed=4, need_response=need_response)
+    return PromptSource([], tokenizer, settings=data, seed=4, need_response=need_response)
 
 
 @pytest.mark.usefixtures("my_rows")
@@ -318,7 +320,7 @@ def test_probes_do_not_move_the_source(tokenizer: Any) -> None:
     source = prompts(tokenizer)
     assert [prompt.text for prompt in source.probes()] == ["4+0="]
     assert [(prompt.id, prompt.text) for prompt in source.first(2)] == [("eval-0", "4+0="), ("eval-1", "4+1=")]
-    assert source.label_note() is None
+    assert source.notes() == []
     assert source.next_prompts(1)[0].text == "4+0="
 
 

@@ -37,7 +37,7 @@ ROWS: list[tuple[str, bytes | str, list[str]]] = [
     ("null prompt", '{"prompt": null}', ["rows.jsonl:2", "'prompt' is null", "chat messages"]),
     ("empty prompt", '{"prompt": ""}', ["rows.jsonl:2", "no tokens"]),
     ("long prompt", json.dumps({"prompt": "1" * 17}), ["rows.jsonl:2", "17 tokens, the limit is 16", "data.max_prompt_tokens"]),
-    ("prompt a number", '{"prompt": 11}', ["rows.jsonl:2", "'prompt' is 11", "a string or a list of chat messages"]),
+    ("prompt a number", '{"prompt": 11}', ["rows.jsonl:2", "'prompt' is 11", "a string, a list of chat messages"]),
     ("no messages", '{"prompt": []}', ["rows.jsonl:2", "'prompt' is []"]),
     ("message without content", '{"prompt": [{"role": "user"}]}', ["rows.jsonl:2", "'role' and 'content'"]),
     ("chat without template", '{"prompt": [{"role": "user", "content": "1"}]}', ["rows.jsonl:2", "no chat template"]),

@@ -71,7 +71,7 @@ def test_the_manager_is_whole_before_an_engine_joins(make_settings: Callable[...
     async def run() -> int:
         prompts = RunPrompts.read(settings.model.path, settings.data, seed=settings.run.seed)
         async with RolloutManager.open(settings, prompts=prompts, buffer=tmp_path / "buffer.sqlite") as manager:
-            assert manager.busy_s == 0 and (await manager.position(step=0))["cursor"] == 0
+            assert manager.busy_s == 0 and (await manager.position(step=0))["taken"] == [0]
             step = asyncio.create_task(step_of(manager, engine, 0))
             await asyncio.sleep(0.01)
             await manager.join([ADDRESS])

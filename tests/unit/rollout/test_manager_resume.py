@@ -279,7 +279,7 @@ def test_groups_that_wait_get_the_labels_of_the_present_settings(make_settings: 
                 state = await manager.position(step=1)
             taken = manager._buffer.counts().total
             await step_of(manager, engine, 1)
-            return state | {"taken": taken}, notes
+            return state | {"groups": taken}, notes
 
     def labels() -> dict[str, set[tuple[str, str]]]:
         found: dict[str, set[tuple[str, str]]] = {"old": set(), "new": set()}
@@ -289,7 +289,7 @@ def test_groups_that_wait_get_the_labels_of_the_present_settings(make_settings: 
         return found
 
     state, _ = asyncio.run(run())
-    assert state.pop("taken") > PROMPTS_PER_STEP, "some wait from before the checkpoint"
+    assert state.pop("groups") > PROMPTS_PER_STEP, "some wait from before the checkpoint"
     _, notes = asyncio.run(run("data.label_key=answer", state=state))
     (note,) = notes
     assert note.endswith("groups to be made anew, because data.label_key is answer now and was label")

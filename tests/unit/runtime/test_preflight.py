@@ -197,8 +197,8 @@ def test_a_name_of_the_label_that_no_row_has(check: Callable[..., list[str]], tm
     with pytest.raises(UserError, match=r"train.jsonl: no row has the field 'answer'; name the right one in data.label_key"):
         check("data.label_key=answer")
     (tmp_path / "train.jsonl").write_text('{"prompt": "1+1="}\n' * 20)
-    [note] = check("reward.function=preflight_reward:length")
-    assert "no row of" in note and "gets label None" in note
+    repeated, note = check("reward.function=preflight_reward:length")
+    assert repeated.startswith("19 of 20 rows") and "no row of" in note and "gets label None" in note
 
 
 def test_rows_without_a_label_are_counted_and_tried(check: Callable[..., list[str]], tmp_path: Path) -> None:
@@ -317,7 +317,7 @@ def test_a_data_source_is_tried_in_the_place_of_a_file(check: Callable[..., list
 def test_notes(check: Callable[..., list[str]], words: list[str]) -> None:
     train = load_settings(None, words).data.train
     notes = check(f"data.eval={train}", "model.dtype=bfloat16", "training.optimizer={}", resume=True)
-    expected = ["there is nothing to resume", "training.optimizer.lr is not set", "rows that it trains on"]
+    expected = ["there is nothing to resume", "training.optimizer.lr is not set", "20 of 20 prompts of"]
     assert [any(part in note for note in notes) for part in expected] == [True] * 3
     assert len(notes) == 3
 
