@@ -10,7 +10,7 @@ from megatron_rl.config.settings_reference import SettingField, sections, settin
 from megatron_rl.errors import UserError
 
 FIRST_RUN = (
-    *("run.directory", "run.num_steps", "run.seed", "model.path", "data.train", "data.eval", "data.prompts_per_step"),
+    *("run.directory", "run.num_steps", "run.seed", "model.path", "data.train", "eval.sets", "data.prompts_per_step"),
     *("data.samples_per_prompt", "objective.preset", "rollout.num_engines", "rollout.sampling.max_response_tokens"),
     *("reward.function", "training.topology.num_ranks", "training.topology.tp", "training.optimizer", "runtime.colocate"),
 )

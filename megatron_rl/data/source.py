@@ -1,14 +1,16 @@
 """Prompts and supervised groups from rows, of a file or of a data source. R response tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
 from jinja2 import TemplateError
 
+from megatron_rl.config.eval_sets import EvalSet
 from megatron_rl.config.settings import DataSettings
 from megatron_rl.data.row_files import Row
 from megatron_rl.data.row_source import FileRows, NamedRow, OwnRows
@@ -108,13 +110,13 @@ class PromptSource:
             groups.append(Group(id=prompt.id, prompt=prompt, samples=(sample,)))
         return groups
 
-    def all(self) -> list[Prompt]:
-        """Return every prompt in the order of the file, with ids eval-ROW. Moves nothing."""
-        return self.first(len(self._known))
+    def all(self, name: str = "eval") -> list[Prompt]:
+        """Return every prompt in the order of the file, with ids NAME-ROW. Moves nothing."""
+        return self.first(len(self._known), name)
 
-    def first(self, count: int) -> list[Prompt]:
+    def first(self, count: int, name: str = "eval") -> list[Prompt]:
         """Return at most `count` first prompts, as `all`. Moves nothing."""
-        return self._prompts([(f"eval-{number}", row) for number, row in enumerate(self.rows.first(count))])
+        return self._prompts([(f"{name}-{number}", row) for number, row in enumerate(self.rows.first(count))])
 
     def _prompts(self, named: Sequence[NamedRow]) -> list[Prompt]:
         return [
@@ -198,34 +200,45 @@ class PromptSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPrompts:
-    """The prompts of a run: the `source` of data.train, and those of data.eval `held_out`.
+    """The prompts of a run: the `source` of data.train, and those of eval.sets `held_out`, by set.
 
-    `probes` are prompts of both files for the trial of a reward function, with and without a label.
-    `notes` are about the rows of both.
+    `probes` are prompts of all files for the trial of the run's reward function, with and without a
+    label. `notes` are about the rows of all files.
     """
 
     tokenizer: "PreTrainedTokenizerBase"
     source: PromptSource
-    held_out: tuple[Prompt, ...]
+    held_out: Mapping[str, tuple[Prompt, ...]]
     probes: tuple[Prompt, ...]
     notes: tuple[str, ...]
 
     @classmethod
-    def read(cls, model: Path, data: DataSettings, *, seed: int, trains: bool = True, supervised: bool = False) -> "RunPrompts":
-        """Read the tokenizer in `model` and both files; without `trains` data.eval alone."""
+    def read(
+        cls,
+        model: Path,
+        data: DataSettings,
+        *,
+        sets: Mapping[str, EvalSet] = MappingProxyType({}),
+        seed: int,
+        trains: bool = True,
+        supervised: bool = False,
+    ) -> "RunPrompts":
+        """Read the tokenizer in `model` and all files; without `trains` those of `sets` alone."""
         tokenizer = load_tokenizer(model)
         open_source = partial(PromptSource, tokenizer=tokenizer, settings=data, seed=seed, vocab_size=vocabulary_size(model))
-        held_out = [] if data.eval is None else [open_source(data.eval)]
+        files = {path: open_source(path) for path in dict.fromkeys(each.data for each in sets.values())}
+        held_out, tried = list(files.values()), {each.data for each in sets.values() if each.reward is None}
         train = [open_source(data.train, need_response=supervised)] if trains else []
         notes = [file.repeat_note() for file in train] + [file.label_note() for file in train + held_out if not supervised]
+        of_run_reward = [file for path, file in files.items() if path in tried]
         return cls(
             tokenizer=tokenizer,
             source=(train + held_out)[0],
-            held_out=tuple(prompt for file in held_out for prompt in file.all()),
-            probes=tuple(prompt for file in held_out + train for prompt in file.probes()),
+            held_out={name: tuple(files[each.data].all(name)) for name, each in sets.items()},
+            probes=tuple(prompt for file in of_run_reward + train for prompt in file.probes()),
             notes=tuple(note for note in notes if note is not None),
         )
 
     def for_parity(self, count: int) -> list[Prompt]:
-        """Return 1 to `count` prompts: held-out ones, or without data.eval those to train on."""
-        return list(self.held_out[:count]) or self.source.first(count)
+        """Return 1 to `count` prompts: held-out ones, or without eval.sets those to train on."""
+        return [prompt for prompts in self.held_out.values() for prompt in prompts][:count] or self.source.first(count)

@@ -276,7 +276,7 @@ def test_a_kill_inside_a_group_costs_only_unfinished_answers(task: Path, tmp_pat
     directory = tmp_path / "run"
     words = ("run.num_steps=2", "rollout.sampling.max_response_tokens=40", "rollout.function=tests.e2e.one_by_one:slow_rollout")
     # Tokens of the second step are kept to the end.
-    command = (*rl_arguments(task, directory, REWARD, *words, "run.save_interval=1", "run.eval_interval=0"), "--resume")
+    command = (*rl_arguments(task, directory, REWARD, *words, "run.save_interval=1", "eval.interval=0"), "--resume")
     run, found = start(*command), {}
     deadline = time.monotonic() + WAIT_S
     while not found:

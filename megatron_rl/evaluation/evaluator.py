@@ -1,0 +1,183 @@
+"""The run of an evaluation: answers to the prompts of each set, kept one by one, and the estimates.
+
+prompts of a set ──► `answer` (engines, or a server) ──► reward ──► NAME.jsonl ──► NAME.json
+"""
+
+import asyncio
+import hashlib
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_rl.config.derived import reward_workers
+from megatron_rl.config.eval_sets import EvalSettings
+from megatron_rl.config.settings import RewardSettings, RolloutSettings
+from megatron_rl.engines.sampling import Sampling, eval_sampling
+from megatron_rl.evaluation.estimates import CONFIDENCE, Estimate, estimates
+from megatron_rl.evaluation.graded_answers import AnswerFile, answers_of
+from megatron_rl.observe.metrics import Last, Metric
+from megatron_rl.rewards.runner import RewardRunner
+from megatron_rl.rollout.generator import together
+from megatron_rl.rollout.groups import Score
+from megatron_rl.types import Group, Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+EVALUATION_DIRECTORY = "evaluation"
+"""In the run directory: a directory for each evaluated step, with two files for each set."""
+
+
+Ask = Callable[..., Awaitable[Group]]
+"""From a prompt, `num_samples`, `sampling` and `score` (None: the run's) to answers with rewards, as `RolloutManager.answer`."""
+
+
+@dataclass(frozen=True, slots=True)
+class SetResult:
+    """The estimates of one set, by name; `failures` counts the failed answers by cause."""
+
+    name: str
+    estimates: Mapping[str, Estimate]
+    failures: Mapping[str, int]
+    path: Path
+
+    @property
+    def metrics(self) -> dict[str, Metric]:
+        """Return the values as metrics `eval/SET/…`."""
+        return {f"eval/{self.name}/{name}": Last(estimate.value) for name, estimate in self.estimates.items()}
+
+    def __str__(self) -> str:
+        failed = "; failed: " + ", ".join(f"{count} {cause}" for cause, count in self.failures.items()) if self.failures else ""
+        main = next((name for name in ("accuracy", "reward") if name in self.estimates), None)
+        return f"{self.name}: {'no answer was scored' if main is None else f'{main} {self.estimates[main]}'}{failed}"
+
+
+class Evaluator:
+    """Evaluates sets of `settings` by answers of `ask`; made by `open`.
+
+    `prompts` are those of each set, `scores` the reward functions of sets with their own. `facts`
+    are equal for all results: of the model and of the run.
+    """
+
+    def __init__(
+        self,
+        settings: EvalSettings,
+        ask: Ask,
+        *,
+        prompts: Mapping[str, tuple[Prompt, ...]],
+        samplings: Mapping[str, Sampling],
+        scores: Mapping[str, Score],
+        facts: Mapping[str, Any],
+        seed: int,
+    ) -> None:
+        self.settings, self._ask, self._prompts, self._samplings = settings, ask, prompts, samplings
+        self._scores, self._facts, self._seed = scores, facts, seed
+
+    @classmethod
+    @asynccontextmanager
+    async def open(
+        cls,
+        settings: EvalSettings,
+        ask: Ask,
+        *,
+        prompts: Mapping[str, tuple[Prompt, ...]],
+        tokenizer: "PreTrainedTokenizerBase | None",
+        rollout: RolloutSettings,
+        reward: RewardSettings,
+        seed: int,
+        log_path: Path,
+    ) -> "AsyncIterator[Evaluator]":
+        """Start workers for the sets with a reward function of their own, and try it. Raises UserError."""
+        with ExitStack() as stack:
+            scores: dict[str, Score] = {}
+            for name, each in settings.sets.items():
+                if each.reward is None:
+                    continue
+                runner = stack.enter_context(RewardRunner(each.reward.of(reward), num_workers=reward_workers(), log_path=log_path))
+                await asyncio.to_thread(runner.probe, prompts[name][0])
+                scores[name] = runner.score
+            ends = [] if tokenizer is None else [tokenizer.eos_token_id]
+            samplings = {name: eval_sampling(rollout.sampling, each.sampling, eos_token_ids=ends) for name, each in settings.sets.items()}
+            template = None if tokenizer is None or tokenizer.chat_template is None else str(tokenizer.chat_template)
+            facts = {
+                "rollout": rollout.name,
+                "run_reward": {"function": reward.function, "args": reward.args},
+                "engine": f"sglang {version('sglang')}" if tokenizer is not None else None,
+                "template_sha256": template and hashlib.sha256(template.encode()).hexdigest(),
+                "seed": seed,
+            }
+            yield cls(settings, ask, prompts=prompts, samplings=samplings, scores=scores, facts=facts, seed=seed)
+
+    def num_answers(self, names: Sequence[str]) -> int:
+        """Return the number of answers to all prompts of these sets."""
+        return sum(len(self._prompts[name]) * self.settings.sets[name].samples for name in names)
+
+    def num_prompts(self, names: Sequence[str]) -> int:
+        """Return the number of prompts of these sets."""
+        return sum(len(self._prompts[name]) for name in names)
+
+    async def run(
+        self,
+        names: Sequence[str],
+        *,
+        directory: Path,
+        facts: Mapping[str, Any],
+        goes_on: bool = False,
+        advance: Callable[[], None] = lambda: None,
+    ) -> list[SetResult]:
+        """Evaluate the sets `names`, and keep answers and results in `directory`.
+
+        `facts` are those of the evaluated weights. With `goes_on` the answers of a killed evaluation
+        with the same facts are not asked for again. `advance` is called for each finished prompt.
+        """
+        return await together(self._evaluate(name, directory, facts=facts, goes_on=goes_on, advance=advance) for name in names)
+
+    async def _evaluate(
+        self, name: str, directory: Path, *, facts: Mapping[str, Any], goes_on: bool, advance: Callable[[], None]
+    ) -> SetResult:
+        begin_s, samples = time.monotonic(), self.settings.sets[name].samples
+        told = await asyncio.to_thread(self._facts_of, name)
+        file = AnswerFile(directory / f"{name}.jsonl", facts={**told, **facts}, num_samples=samples, goes_on=goes_on)
+        prompts, found = self._prompts[name], dict(file.kept)
+
+        async def answer(prompt: Prompt) -> None:
+            if prompt.id not in found:
+                group = await self._ask(prompt, num_samples=samples, sampling=self._samplings[name], score=self._scores.get(name))
+                found[prompt.id] = answers_of(group, num_samples=samples)
+                file.add(found[prompt.id])
+            advance()
+
+        await together(answer(prompt) for prompt in prompts)
+        all_answers = [found[prompt.id] for prompt in prompts]
+        estimated = await asyncio.to_thread(estimates, all_answers, num_samples=samples, seed=self._seed)
+        made = [version for answers in all_answers for answer in answers for version in answer.weight_versions]
+        failures = Counter(answer.cause for answers in all_answers for answer in answers if answer.cause is not None)
+        file.finish({
+            "confidence": CONFIDENCE,
+            "estimates": {key: asdict(estimate) for key, estimate in estimated.items()},
+            "failures": failures,
+            "weight_versions": [min(made), max(made)] if made else [],
+            "seconds": round(time.monotonic() - begin_s, 3),
+        })  # fmt: skip
+        return SetResult(name, estimated, failures, file.result)
+
+    def _facts_of(self, name: str) -> dict[str, Any]:
+        """Return what the answers of a set depend on, besides the weights."""
+        own = self.settings.sets[name]
+        with own.data.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        facts = {**self._facts, "set": name, "data": str(own.data), "data_sha256": digest, "samples": own.samples}
+        reward = facts.pop("run_reward") if own.reward is None else own.reward.model_dump(mode="json")
+        facts.pop("run_reward", None)
+        return {**facts, "num_prompts": len(self._prompts[name]), "sampling": asdict(self._samplings[name]), "reward": reward}
+
+
+def weight_files(model: Path) -> str:
+    """Return a digest of the names, sizes and times of the files of a model, which are not read."""
+    found = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in model.iterdir() if path.is_file())
+    return hashlib.sha256(repr(found).encode()).hexdigest()
