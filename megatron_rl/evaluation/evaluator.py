@@ -7,23 +7,19 @@ import asyncio
 import hashlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.config.derived import reward_workers
 from megatron_rl.config.eval_sets import EvalSettings
 from megatron_rl.config.settings import RewardSettings, RolloutSettings
-from megatron_rl.engines.sampling import Sampling, eval_sampling
+from megatron_rl.engines.sampling import eval_sampling
 from megatron_rl.evaluation.estimates import CONFIDENCE, Estimate, estimates
 from megatron_rl.evaluation.graded_answers import AnswerFile, answers_of
 from megatron_rl.observe.metrics import Last, Metric
-from megatron_rl.rewards.runner import RewardRunner
 from megatron_rl.rollout.generator import together
-from megatron_rl.rollout.groups import Score
 from megatron_rl.types import Group, Prompt
 
 if TYPE_CHECKING:
@@ -34,7 +30,7 @@ EVALUATION_DIRECTORY = "evaluation"
 
 
 Ask = Callable[..., Awaitable[Group]]
-"""From a prompt, `num_samples`, `sampling` and `score` (None: the run's) to answers with rewards, as `RolloutManager.answer`."""
+"""From a prompt of the set `name`, `num_samples` and `sampling` to answers with rewards, as `RolloutManager.answer`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +54,9 @@ class SetResult:
 
 
 class Evaluator:
-    """Evaluates sets of `settings` by answers of `ask`; made by `open`.
+    """Evaluates sets of `settings` with these `prompts` by answers of `ask`.
 
-    `prompts` are those of each set, `scores` the reward functions of sets with their own. `facts`
-    are equal for all results: of the model and of the run.
+    `tokenizer` is the engines', None for another server. `rollout` and `reward` are the run's.
     """
 
     def __init__(
@@ -70,48 +65,21 @@ class Evaluator:
         ask: Ask,
         *,
         prompts: Mapping[str, tuple[Prompt, ...]],
-        samplings: Mapping[str, Sampling],
-        scores: Mapping[str, Score],
-        facts: Mapping[str, Any],
-        seed: int,
-    ) -> None:
-        self.settings, self._ask, self._prompts, self._samplings = settings, ask, prompts, samplings
-        self._scores, self._facts, self._seed = scores, facts, seed
-
-    @classmethod
-    @asynccontextmanager
-    async def open(
-        cls,
-        settings: EvalSettings,
-        ask: Ask,
-        *,
-        prompts: Mapping[str, tuple[Prompt, ...]],
         tokenizer: "PreTrainedTokenizerBase | None",
         rollout: RolloutSettings,
         reward: RewardSettings,
         seed: int,
-        log_path: Path,
-    ) -> "AsyncIterator[Evaluator]":
-        """Start workers for the sets with a reward function of their own, and try it. Raises UserError."""
-        with ExitStack() as stack:
-            scores: dict[str, Score] = {}
-            for name, each in settings.sets.items():
-                if each.reward is None:
-                    continue
-                runner = stack.enter_context(RewardRunner(each.reward.of(reward), num_workers=reward_workers(), log_path=log_path))
-                await asyncio.to_thread(runner.probe, prompts[name][0])
-                scores[name] = runner.score
-            ends = [] if tokenizer is None else [tokenizer.eos_token_id]
-            samplings = {name: eval_sampling(rollout.sampling, each.sampling, eos_token_ids=ends) for name, each in settings.sets.items()}
-            template = None if tokenizer is None or tokenizer.chat_template is None else str(tokenizer.chat_template)
-            facts = {
-                "rollout": rollout.name,
-                "run_reward": {"function": reward.function, "args": reward.args},
-                "engine": f"sglang {version('sglang')}" if tokenizer is not None else None,
-                "template_sha256": template and hashlib.sha256(template.encode()).hexdigest(),
-                "seed": seed,
-            }
-            yield cls(settings, ask, prompts=prompts, samplings=samplings, scores=scores, facts=facts, seed=seed)
+    ) -> None:
+        self.settings, self._ask, self._prompts, self._seed, self._reward = settings, ask, prompts, seed, reward
+        ends = [] if tokenizer is None else [tokenizer.eos_token_id]
+        self._samplings = {name: eval_sampling(rollout.sampling, each.sampling, eos_token_ids=ends) for name, each in settings.sets.items()}
+        template = "" if tokenizer is None else str(tokenizer.chat_template or "")
+        self._facts = {
+            "rollout": rollout.name,
+            "engine": None if tokenizer is None else f"sglang {version('sglang')}",
+            "template_sha256": hashlib.sha256(template.encode()).hexdigest() if template else None,
+            "seed": seed,
+        }
 
     def num_answers(self, names: Sequence[str]) -> int:
         """Return the number of answers to all prompts of these sets."""
@@ -147,7 +115,7 @@ class Evaluator:
 
         async def answer(prompt: Prompt) -> None:
             if prompt.id not in found:
-                group = await self._ask(prompt, num_samples=samples, sampling=self._samplings[name], score=self._scores.get(name))
+                group = await self._ask(prompt, name=name, num_samples=samples, sampling=self._samplings[name])
                 found[prompt.id] = answers_of(group, num_samples=samples)
                 file.add(found[prompt.id])
             advance()
@@ -171,10 +139,12 @@ class Evaluator:
         own = self.settings.sets[name]
         with own.data.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-        facts = {**self._facts, "set": name, "data": str(own.data), "data_sha256": digest, "samples": own.samples}
-        reward = facts.pop("run_reward") if own.reward is None else own.reward.model_dump(mode="json")
-        facts.pop("run_reward", None)
-        return {**facts, "num_prompts": len(self._prompts[name]), "sampling": asdict(self._samplings[name]), "reward": reward}
+        reward = own.reward or self._reward
+        return {
+            **self._facts,
+            **{"set": name, "data": str(own.data), "data_sha256": digest, "num_prompts": len(self._prompts[name]), "samples": own.samples},
+            **{"sampling": asdict(self._samplings[name]), "reward": {"function": reward.function, "args": reward.args}},
+        }
 
 
 def weight_files(model: Path) -> str:

@@ -2,7 +2,8 @@
 
 import asyncio
 import os
-from contextlib import AsyncExitStack
+from collections.abc import Mapping
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from megatron_rl.data.row_files import Row, read_rows
 from megatron_rl.engines.sampling import Sampling
 from megatron_rl.errors import TrajectoryError, UserError
 from megatron_rl.evaluation.evaluator import Evaluator, SetResult
-from megatron_rl.rewards.runner import RewardRunner
+from megatron_rl.rewards.runner import RewardRunner, scores_of_sets
 from megatron_rl.rollout.generator import together
 from megatron_rl.rollout.groups import ATTEMPTS, Score
 from megatron_rl.types import Failure, Group, Prompt, Sample, StopReason
@@ -33,18 +34,21 @@ _IS_CHAT = "remote_is_chat"
 class RemoteModel:
     """The model called `name` of the server at `url`, asked for `most_requests` answers at once."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, name: str, *, score: Score | None, most_requests: int) -> None:
-        self._session, self._url, self._name, self._score = session, url.rstrip("/"), name, score
+    def __init__(
+        self, session: aiohttp.ClientSession, url: str, name: str, *, score: Score, scores: Mapping[str, Score], most_requests: int
+    ) -> None:
+        self._session, self._url, self._name, self._score, self._scores = session, url.rstrip("/"), name, score, scores
         self._slots = asyncio.Semaphore(most_requests)
 
-    async def answer(self, prompt: Prompt, *, num_samples: int, sampling: Sampling, score: Score | None) -> Group:
+    async def answer(self, prompt: Prompt, *, name: str, num_samples: int, sampling: Sampling) -> Group:
         """Return `num_samples` answers with rewards; a request that fails ATTEMPTS times is a failure of the group."""
-        made = await together(self._sample(prompt, index, sampling, score or self._score) for index in range(num_samples))
+        score = self._scores.get(name, self._score)
+        made = await together(self._sample(prompt, index, sampling, score) for index in range(num_samples))
         samples = [each for each in made if isinstance(each, Sample)]
         numbered = tuple(replace(each, index=index) for index, each in enumerate(samples))
         return Group(prompt.id, prompt, numbered, tuple(each for each in made if isinstance(each, Failure)))
 
-    async def _sample(self, prompt: Prompt, index: int, sampling: Sampling, score: Score | None) -> Sample | Failure:
+    async def _sample(self, prompt: Prompt, index: int, sampling: Sampling, score: Score) -> Sample | Failure:
         is_chat = prompt.metadata[_IS_CHAT]
         extended = {name: getattr(sampling, name) for name, usual in _EXTENSIONS.items() if getattr(sampling, name) != usual}
         fields = {"model": self._name, **{name: getattr(sampling, name) for name in _OPENAI}, **extended, "seed": index}
@@ -54,7 +58,7 @@ class RemoteModel:
             sample = _read(await self._post("chat/completions" if is_chat else "completions", fields), prompt)
         except TrajectoryError as error:
             return Failure(error.cause, str(error))
-        return sample if score is None else replace(sample, reward=await score(sample))
+        return replace(sample, reward=await score(sample))
 
     async def _post(self, path: str, fields: dict[str, Any]) -> Any:
         """Return the JSON of an answer. Raises TrajectoryError after ATTEMPTS failures, or one that repeats would not mend."""
@@ -102,15 +106,17 @@ async def _evaluate(settings: Settings, url: str) -> list[SetResult]:
     deadline_s = request_deadline_s(settings.model, rollout.sampling.model_copy(update={"max_response_tokens": longest}))
     key = os.environ.get("OPENAI_API_KEY")
     async with AsyncExitStack() as stack:
-        rewards = stack.enter_context(RewardRunner(settings.reward, num_workers=reward_workers(), log_path=log_path))
+        options: dict[str, Any] = {"num_workers": reward_workers(), "log_path": log_path}
+        rewards = stack.enter_context(RewardRunner(settings.reward, **options))
+        workers = stack.enter_context(ExitStack())
+        scores = scores_of_sets(sets, settings.reward, prompts=prompts, stack=workers, **options)
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         timeout = aiohttp.ClientTimeout(total=deadline_s)
         session = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout, headers=headers))
         name, most = str(settings.model.path), rollout.max_concurrent_requests or 256
-        remote = RemoteModel(session, url, name, score=rewards.score, most_requests=most)
+        remote = RemoteModel(session, url, name, score=rewards.score, scores=scores, most_requests=most)
         reading: dict[str, Any] = {"prompts": prompts, "tokenizer": None, "rollout": rollout, "reward": settings.reward}
-        opening = Evaluator.open(settings.eval, remote.answer, **reading, seed=settings.run.seed, log_path=log_path)
-        evaluator = await stack.enter_async_context(opening)
+        evaluator = Evaluator(settings.eval, remote.answer, **reading, seed=settings.run.seed)
         return await evaluator.run(tuple(sets), directory=settings.run.directory, facts={"model": name, "url": url}, goes_on=True)
 
 

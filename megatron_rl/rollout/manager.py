@@ -9,8 +9,8 @@ All coroutines run on one event loop.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,7 @@ from megatron_rl.observe.failures import FailureLog
 from megatron_rl.observe.group_metrics import failure_metrics, rollout_metrics, tail_metrics
 from megatron_rl.observe.metrics import Mean, Metric, Sum
 from megatron_rl.plugins.kinds import Rollout
-from megatron_rl.rewards.runner import RewardRunner
+from megatron_rl.rewards.runner import RewardRunner, scores_of_sets
 from megatron_rl.rollout.engine_watch import watched_pool
 from megatron_rl.rollout.generator import cancel
 from megatron_rl.rollout.group_choice import Chosen, GroupChoice, IdenticalGroups, check_versions
@@ -65,11 +65,13 @@ class RolloutManager:
         prompts: RunPrompts,
         rollout: Rollout,
         rewards: RewardRunner | None,
+        scores: Mapping[str, Score],
         buffer: Buffer,
         connections: AsyncExitStack,
         say: Callable[[str], None],
     ) -> None:
         self.prompts, self._settings, self._buffer, self._connections = prompts, settings, buffer, connections
+        self._scores = scores  # of the sets with a reward function of their own
         max_tokens = settings.training.max_tokens_per_micro_batch * settings.training.topology.cp
         self.pool, self._watch = watched_pool(settings.rollout, longest_turn=settings.longest_sequence, max_tokens=max_tokens)
         self._maker = GroupMaker(
@@ -135,6 +137,9 @@ class RolloutManager:
                 rewards = stack.enter_context(RewardRunner(settings.reward, num_workers=reward_workers(), log_path=log_path, note=say))
                 for prompt in prompts.probes:
                     rewards.probe(prompt)
+            options: dict[str, Any] = {"num_workers": reward_workers(), "log_path": log_path, "note": say}
+            workers = stack.enter_context(ExitStack())
+            scores = scores_of_sets(settings.eval.sets, settings.reward, prompts=prompts.held_out, stack=workers, **options)
             rollout = await stack.enter_async_context(
                 opened_rollout(
                     settings.rollout,
@@ -147,7 +152,8 @@ class RolloutManager:
             present = made_by(settings.data, settings.rollout, settings.reward, greedy=settings.objective.advantage.needs_greedy)
             opened = stack.enter_context(Buffer(buffer, made_by=present, note=say))
             connections = await stack.enter_async_context(AsyncExitStack())
-            manager = cls(settings, prompts=prompts, rollout=rollout, rewards=rewards, buffer=opened, connections=connections, say=say)
+            parts: dict[str, Any] = {"prompts": prompts, "rollout": rollout, "rewards": rewards, "scores": scores, "buffer": opened}
+            manager = cls(settings, **parts, connections=connections, say=say)
             # Aborted groups stay in flight in the buffer, and the next owner makes them again.
             stack.push_async_callback(cancel, manager.production.tasks)
             stack.push_async_callback(cancel, manager._returning)
@@ -353,9 +359,10 @@ class RolloutManager:
 
     # Held-out prompts
 
-    async def answer(self, prompt: Prompt, *, num_samples: int, sampling: Sampling, score: Score | None) -> Group:
-        """Return `num_samples` answers to a held-out prompt, ahead of training groups; without `score` by the run's reward."""
-        return await self._maker.make(prompt, num_samples=num_samples, sampling=sampling, score=score, urgency=Urgency.EVALUATION)
+    async def answer(self, prompt: Prompt, *, name: str, num_samples: int, sampling: Sampling) -> Group:
+        """Return `num_samples` answers to a prompt of the set `name`, ahead of training groups, with the rewards of the set."""
+        of_set: dict[str, Any] = {"sampling": sampling, "score": self._scores.get(name), "urgency": Urgency.EVALUATION}
+        return await self._maker.make(prompt, num_samples=num_samples, **of_set)
 
     def _failures_of(self, groups: Iterable[Group]) -> list[Failure]:
         """Return the failed trajectories, each with prompt and plug-in in the trace."""

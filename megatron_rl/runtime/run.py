@@ -28,7 +28,6 @@ from megatron_rl.checkpoints.run_checkpoints import (
 from megatron_rl.config.derived import sync_deadline_s
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import CheckpointError, DeadlineError, MegatronRLError, ParityError, UserError, counted
-from megatron_rl.evaluation.evaluator import Evaluator
 from megatron_rl.observe.console import PhaseProgress
 from megatron_rl.observe.metrics import Mean, Metric, metric_values
 from megatron_rl.observe.summary import asked_to_end, status_of
@@ -252,7 +251,6 @@ class RolloutRun(Run):
         settings: Settings,
         *,
         manager: RolloutManager,
-        evaluator: Evaluator,
         sync: WeightSync,
         dtype: str,
         watchdog: Watchdog,
@@ -262,7 +260,7 @@ class RolloutRun(Run):
     ) -> None:
         super().__init__(settings, ranks=ranks, records=records, devices=devices)
         self._manager, self._sync, self._watchdog = manager, sync, watchdog
-        self._evaluations = RunEvaluations(settings, evaluator, watchdog=watchdog, wait=self._wait_for_samples, records=records)
+        self._evaluations = RunEvaluations(settings, manager, watchdog=watchdog, wait=self._wait_for_samples, records=records)
         self._agreement = Agreement(settings, dtype=dtype, manager=manager, wait=self._wait, records=records)
         self._version: int | None = None  # of the trainer's weights, where engines serve them, too
         self._generation_deadline_s = partial(generation_deadline_s, settings.model, settings.rollout, settings.reward)

@@ -11,6 +11,7 @@ from megatron_rl.config.settings import ModelSettings, RewardSettings, RolloutSe
 from megatron_rl.evaluation.evaluator import EVALUATION_DIRECTORY, Evaluator, SetResult
 from megatron_rl.observe.console import PhaseProgress
 from megatron_rl.rollout.groups import ATTEMPTS, CANCEL_S, most_alone
+from megatron_rl.rollout.manager import RolloutManager
 from megatron_rl.runtime.run_records import RunRecords
 from megatron_rl.runtime.watchdog import Watchdog
 
@@ -24,12 +25,12 @@ class _Begun:
 
 
 class RunEvaluations:
-    """Evaluates the weights after a step on the sets that are due; `wait` waits for samples."""
+    """Evaluates the weights after a step on the sets that are due, by `manager`; `wait` waits for samples."""
 
     def __init__(
-        self, settings: Settings, evaluator: Evaluator, *, watchdog: Watchdog, wait: Callable[..., Any], records: RunRecords
+        self, settings: Settings, manager: RolloutManager, *, watchdog: Watchdog, wait: Callable[..., Any], records: RunRecords
     ) -> None:
-        self._settings, self._evaluator, self._watchdog = settings, evaluator, watchdog
+        self._settings, self._evaluator, self._watchdog = settings, make_evaluator(settings, manager), watchdog
         self._wait, self._records = wait, records
         self._begun: _Begun | None = None
 
@@ -59,6 +60,12 @@ class RunEvaluations:
         with self._records.phase("eval", progress=begun.progress):
             results = self._wait(begun.running, name=f"evaluation after step {begun.step}", timeout_s=timeout_s)
         self._records.add_evaluation(results, step=begun.step, late=late)
+
+
+def make_evaluator(settings: Settings, manager: RolloutManager) -> Evaluator:
+    """Return the evaluator of a run's sets, on the engines of `manager`."""
+    prompts, run = manager.prompts, {"rollout": settings.rollout, "reward": settings.reward, "seed": settings.run.seed}
+    return Evaluator(settings.eval, manager.answer, prompts=prompts.held_out, tokenizer=prompts.tokenizer, **run)
 
 
 def generation_deadline_s(

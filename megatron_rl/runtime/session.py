@@ -28,7 +28,7 @@ from megatron_rl.runtime.engine_model import evaluated_model
 from megatron_rl.runtime.engines import weight_sync
 from megatron_rl.runtime.loop import train_loop
 from megatron_rl.runtime.run import Run
-from megatron_rl.runtime.run_evaluations import evaluation_deadline_s
+from megatron_rl.runtime.run_evaluations import evaluation_deadline_s, make_evaluator
 from megatron_rl.runtime.run_records import RunRecords
 from megatron_rl.runtime.start import RunStart, StartReport
 from megatron_rl.runtime.trainers import spare_what_is_loaded
@@ -147,7 +147,7 @@ def evaluate(settings: Settings) -> list[SetResult]:
             start = RunStart(settings, stack, report)
             # Nothing is trained on, so nothing has to be kept.
             manager = start.open_manager(stack.enter_context(scratch_directory()).path / BUFFER_FILE, trains=False)
-            evaluator = start.open_evaluator(manager)
+            evaluator = make_evaluator(settings, manager)
             reservation = start.reserve(trains=False)
             dtype = dtype_name(settings.model, device_kind=reservation.device_kind)
             model = evaluated_model(settings.model.path, directory=directory, dtype=dtype, note=report.note)

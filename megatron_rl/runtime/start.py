@@ -23,10 +23,9 @@ from megatron_rl.data.buffer import BUFFER_FILE
 from megatron_rl.data.source import RunPrompts
 from megatron_rl.engines.engine import EngineAddress
 from megatron_rl.errors import UserError
-from megatron_rl.evaluation.evaluator import Evaluator
 from megatron_rl.observe.console import RunConsole
 from megatron_rl.observe.timing import PhaseTimer
-from megatron_rl.rollout.manager import RolloutManager, reward_log
+from megatron_rl.rollout.manager import RolloutManager
 from megatron_rl.runtime.cluster import Reservation, cluster_device_kind, reserve
 from megatron_rl.runtime.colocation import Phase, SharedDevices
 from megatron_rl.runtime.engine_model import EngineModel, make_model
@@ -113,7 +112,6 @@ class RunStart:
         """Do as `supervised` with engines: ranks and engines start at once, or in turns on shared devices."""
         settings, watchdog = self._settings, self.watchdog
         manager = self.open_manager(settings.run.directory / BUFFER_FILE)
-        evaluator = self.open_evaluator(manager)
         reservation = self.reserve()
         if reservation.device_kind == "cuda":
             check_on_gpus(settings)
@@ -138,8 +136,7 @@ class RunStart:
             self._start_ranks(ranks, resume=resume)
             addresses = self.join(manager, engines, starting)
         sync = self._open_sync(partial(make_transport, settings, ranks, reservation, addresses), ranks, manager)
-        parts: dict[str, Any] = dict(manager=manager, evaluator=evaluator, sync=sync, watchdog=watchdog, devices=devices, ranks=ranks)
-        return partial(RolloutRun, settings, dtype=dtype, **parts)
+        return partial(RolloutRun, settings, manager=manager, sync=sync, dtype=dtype, watchdog=watchdog, devices=devices, ranks=ranks)
 
     def _claim_directory(self) -> None:
         """Let no second run write in the run directory; in runs with engines the buffer is the lock."""
@@ -165,22 +162,6 @@ class RunStart:
             return self._stack.enter_context(
                 self.watchdog.entered(opening, name=name, owner="the reward workers", timeout_s=REWARDS_START_S)
             )
-
-    def open_evaluator(self, manager: RolloutManager) -> Evaluator:
-        """Start the reward workers of the sets of held-out prompts."""
-        settings, prompts = self._settings, manager.prompts
-        opening = Evaluator.open(
-            settings.eval,
-            manager.answer,
-            prompts=prompts.held_out,
-            tokenizer=prompts.tokenizer,
-            rollout=settings.rollout,
-            reward=settings.reward,
-            seed=settings.run.seed,
-            log_path=reward_log(settings.run.directory),
-        )
-        name = "checking the reward functions of eval.sets"
-        return self._stack.enter_context(self.watchdog.entered(opening, name=name, owner="the reward workers", timeout_s=REWARDS_START_S))
 
     def reserve(self, *, trains: bool = True) -> Reservation:
         """Start or join Ray, and reserve a place for every process."""

@@ -11,9 +11,10 @@ from manager_parts import GREEDY_LOG_PROB, Client, Engine, UnequalRewards, opene
 
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.source import RunPrompts
-from megatron_rl.evaluation.evaluator import Evaluator, SetResult
+from megatron_rl.evaluation.evaluator import SetResult
 from megatron_rl.evaluation.graded_answers import AnswerFile, answers_of, read_answers
 from megatron_rl.observe.metrics import check_metrics
+from megatron_rl.runtime.run_evaluations import make_evaluator
 from megatron_rl.types import Failure, Group, Reward, RewardOutcome, Sample
 
 FACTS = {"model": "m", "steps": 3}
@@ -37,13 +38,8 @@ def evaluate(settings: Settings, directory: Path, *, seed: int = 0, names: tuple
         Client.engine = engine = Engine(seed=seed)
         buffer = settings.run.directory / f"{seed}.sqlite"
         async with opened(settings, buffer) as manager:
-            prompts = RunPrompts.read(settings.model.path, settings.data, sets=settings.eval.sets, seed=0)
-            opening = Evaluator.open(
-                settings.eval, manager.answer, prompts=prompts.held_out, tokenizer=prompts.tokenizer, rollout=settings.rollout,
-                reward=settings.reward, seed=settings.run.seed, log_path=settings.run.directory / "log",
-            )  # fmt: skip
-            async with opening as evaluator:
-                return await evaluator.run(names, directory=directory, facts=changes.pop("facts", FACTS), **changes), len(engine.started)
+            evaluator = make_evaluator(settings, manager)
+            return await evaluator.run(names, directory=directory, facts=changes.pop("facts", FACTS), **changes), len(engine.started)
 
     return asyncio.run(work())
 
@@ -116,7 +112,7 @@ def test_a_set_has_its_own_reward_function(make_settings: Callable[..., Settings
         async def score(self, sample: Sample) -> Reward:
             return Reward(RewardOutcome.SCORED, 7.0)
 
-    monkeypatch.setattr("megatron_rl.evaluation.evaluator.RewardRunner", Own)
+    monkeypatch.setattr("megatron_rl.rewards.runner.RewardRunner", Own)
     settings = make_settings("eval.sets.many.reward={function: 'a:b', args: {c: 1}}")
     (many, greedy), _ = evaluate(settings, tmp_path / "e")
     assert made == [("a:b", {"c": 1}), ("many-0", None)]

@@ -250,7 +250,7 @@ def test_evaluation_does_not_wait_for_the_next_step(make_settings: Callable[...,
             _, metrics = await step_of(made, engine, 0)
             assert metrics["rollout/carried_groups"] > 0
             prompt = replace(made.prompts.source.first(1)[0], id="held_out-0")
-            asking = made.answer(prompt, num_samples=2, sampling=Sampling(temperature=0.0, max_tokens=4), score=None)
+            asking = made.answer(prompt, name="held_out", num_samples=2, sampling=Sampling(temperature=0.0, max_tokens=4))
             answered = await asyncio.wait_for(asking, 5)
             assert made.production.tasks
             return answered

@@ -39,7 +39,7 @@ def watchdog() -> Iterator[Watchdog]:
 
 
 @pytest.fixture
-def make_run(tmp_path: Path, calls: Calls, watchdog: Watchdog, tiny_model: Callable[..., Path]) -> MakeRun:
+def make_run(tmp_path: Path, calls: Calls, watchdog: Watchdog, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> MakeRun:
     """`make_run("run.num_steps=3", resume=True)`, in the directory tmp_path/run; with `source` a supervised one of its rows."""
 
     def make(
@@ -70,7 +70,8 @@ def make_run(tmp_path: Path, calls: Calls, watchdog: Watchdog, tiny_model: Calla
         ranks: Any = Ranks(calls, written=written, save_error=save_error)
         if source is not None:
             return SupervisedRun(settings, source=source, ranks=ranks, records=records)
-        parts: dict[str, Any] = {"manager": Manager(calls, fails_at=fails_at, error=error), "evaluator": Evaluations(calls)}
+        monkeypatch.setattr("megatron_rl.runtime.run_evaluations.make_evaluator", lambda settings, manager: Evaluations(calls))
+        parts: dict[str, Any] = {"manager": Manager(calls, fails_at=fails_at, error=error)}
         parts |= {"sync": Sync(calls), "watchdog": watchdog, "devices": devices, "ranks": ranks, "records": records}
         return RolloutRun(settings, dtype="float32", **parts)
 

@@ -94,11 +94,11 @@ def test_an_asynchronous_run_trains_during_an_evaluation(make_run: MakeRun, call
     """Which ends before the weights change, and has the row of the weights that it is of."""
     words = ("rollout.max_staleness=1", "objective.proximal=rollout", "eval.interval=1", "run.save_interval=0")
     run: Any = make_run("run.num_steps=2", "eval.sets.held_out=held_out.jsonl", *words)
-    run._evaluator.may_end.clear()
+    run._evaluations._evaluator.may_end.clear()
     run.begin(step=0)
     run.train(run.next_batch(0), step=0)
     assert [call[0] for call in calls][-3:] == ["evaluate", "rollout", "train"] and ("publish", 1) not in calls
-    run._evaluator.may_end.set()
+    run._evaluations._evaluator.may_end.set()
     run.publish(version=1)
     assert read_metrics(tmp_path / "run" / METRICS_FILE)[0]["eval/held_out/accuracy"] == 0.0
     run.evaluate(step=1)
