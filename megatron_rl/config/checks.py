@@ -40,7 +40,7 @@ def contradictions(settings: Settings) -> list[str]:
         *topology_contradictions(training.topology),
         *_batch(data, settings.sequences_per_step, training.optimizer_steps_per_batch, supervised=supervised),
         *_schedule(run.num_steps, training, has_critic=objective.has_critic),
-        *_evaluation(settings.eval, supervised=supervised),
+        *_evaluation(settings.eval, rollout.sglang, supervised=supervised),
         *_colocation(settings.weights, settings.runtime, rollout),
     ]
     if not supervised:
@@ -316,7 +316,13 @@ def _schedule(num_steps: int, training: TrainingSettings, *, has_critic: bool) -
         yield f"training.optimizer.min_lr {floor} is above lr {peak}, but the rate falls from lr to min_lr; exchange them"
 
 
-def _evaluation(evaluation: EvalSettings, *, supervised: bool) -> Iterator[str]:
+def _evaluation(evaluation: EvalSettings, sglang: Mapping[str, Any], *, supervised: bool) -> Iterator[str]:
+    for name, one in evaluation.sets.items():
+        if one.sampling.min_p and sglang.get("enable_deterministic_inference"):
+            yield (
+                f"eval.sets.{name}.sampling.min_p is {one.sampling.min_p}, but SGLang ends at such a request with "
+                "rollout.sglang.enable_deterministic_inference; use top_p or top_k, or turn it off"
+            )
     if supervised and evaluation.sets:
         yield (
             f"eval.sets has {', '.join(evaluation.sets)}, but objective.policy_loss sft starts no engine that could generate answers; "

@@ -45,6 +45,10 @@ MakeSettings = Callable[..., Settings]
         (["training.optimizer={lr: 1e-6, min_lr: 1e-5}"], "min_lr 1e-05 is above lr 1e-06"),
         (["run.num_steps=5", "objective.preset=ppo", "training.critic.warmup_steps=5"], "set training.critic.warmup_steps below 5"),
         (["eval.interval=5"], "eval.sets is empty"),
+        (
+            ["eval.sets.a={data: x, sampling: {min_p: 0.1}}", "rollout.sglang.enable_deterministic_inference=true"],
+            "eval.sets.a.sampling.min_p is 0.1, but SGLang ends at such a request",
+        ),
         (["objective.policy_loss=sft", "eval.sets.e=e.jsonl"], "starts no engine that could generate"),
         (["runtime.colocate=true", "rollout.sglang.enable_memory_saver=false"], "must be able to release their memory"),
         (["rollout.sglang.pp_size=2"], "rollout.sglang.pp_size is 2, needs 1"),

@@ -70,3 +70,8 @@ def test_the_readme_lists_every_setting_of_a_set() -> None:
     leaves = {path.removeprefix("sampling.") for path in fields if path != "reward"}
     assert leaves <= {name.removeprefix("sampling.") for name in listed}
     assert all(listed[path] == fields[path].description for path in ("data", "samples", "interval"))
+
+
+def test_stop_strings_of_a_set_are_looked_for(settings_with: Callable[..., Settings]) -> None:
+    words = ("", "rollout.sampling.stop=[x]", "eval.sets.a={data: x, sampling: {stop: [x]}}")
+    assert [settings_with(*word.split("\n")[: bool(word)]).has_stop_strings for word in words] == [False, True, True]
