@@ -86,6 +86,10 @@ class EvalSettings(Section):
         """Return the largest token budget of an answer, in evaluations and in the rollout's `sampling`."""
         return max(vars(one)["max_response_tokens"] for one in (sampling, *(each.sampling.over(sampling) for each in self.sets.values())))
 
+    def has_stop_strings(self, sampling: Section) -> bool:
+        """Return True where engines look for strings in answers, in evaluations or by the rollout's `sampling`."""
+        return any(vars(one)["stop"] for one in (sampling, *(each.sampling for each in self.sets.values())))
+
     def described(self, *, sampling: Section, reward: str | None) -> dict[str, str]:
         """Return a line for each set with all values; those of the run's `sampling` and `reward` are in parentheses."""
         return {name: self._line(name, {**sampling.model_dump(), "reward": reward}) for name in self.sets}

@@ -378,11 +378,6 @@ class Settings(Section):
         return self.weights.transport or ("ipc" if self.runtime.colocate else "broadcast")
 
     @property
-    def has_stop_strings(self) -> bool:
-        """True where engines look for strings in answers, of the rollout or of an evaluation."""
-        return any(one.stop for one in (self.rollout.sampling, *(each.sampling for each in self.eval.sets.values())))
-
-    @property
     def sequences_per_step(self) -> int:
         """Number of sequences of a step: the samples of all groups, or one for each supervised row."""
         return self.data.prompts_per_step * (1 if self.supervised else self.data.samples_per_prompt)

@@ -73,5 +73,5 @@ def test_the_readme_lists_every_setting_of_a_set() -> None:
 
 
 def test_stop_strings_of_a_set_are_looked_for(settings_with: Callable[..., Settings]) -> None:
-    words = ("", "rollout.sampling.stop=[x]", "eval.sets.a={data: x, sampling: {stop: [x]}}")
-    assert [settings_with(*word.split("\n")[: bool(word)]).has_stop_strings for word in words] == [False, True, True]
+    every = [settings_with(), settings_with("rollout.sampling.stop=[x]"), settings_with("eval.sets.a={data: x, sampling: {stop: [x]}}")]
+    assert [settings.eval.has_stop_strings(settings.rollout.sampling) for settings in every] == [False, True, True]
