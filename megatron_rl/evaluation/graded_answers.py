@@ -102,8 +102,9 @@ class AnswerFile:
             path.parent.mkdir(parents=True, exist_ok=True)
         kept = _whole(path, num_samples) if goes_on and _facts_in(self.result) == self._facts else {}
         self.kept: dict[str, list[Answer]] = kept
-        write_atomic(self.result, json.dumps({"facts": self._facts}, indent=2) + "\n")
+        # First the answers: a kill in between must not leave others beside these facts.
         write_atomic(path, "".join(map(_line, (answer for answers in kept.values() for answer in answers))))
+        write_atomic(self.result, json.dumps({"facts": self._facts}, indent=2) + "\n")
 
     def add(self, answers: Iterable[Answer]) -> None:
         """Append all answers to one prompt."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_rl.config.derived import FEWEST_REQUESTS, request_deadline_s, reward_workers
 from megatron_rl.config.settings import ModelSettings, RewardSettings, RolloutSettings, Settings
-from megatron_rl.evaluation.evaluator import EVALUATION_DIRECTORY, Evaluator, SetResult
+from megatron_rl.evaluation.evaluator import EVALUATION_DIRECTORY, Evaluator, SetResult, weight_files
 from megatron_rl.observe.console import PhaseProgress
 from megatron_rl.rollout.groups import ATTEMPTS, CANCEL_S, most_alone
 from megatron_rl.rollout.manager import RolloutManager
@@ -40,12 +40,12 @@ class RunEvaluations:
 
     def begin(self, *, step: int, goes_on: bool) -> None:
         """Begin the evaluation after `step` steps; one that was killed `goes_on` where it was."""
-        run, names = self._settings.run, self.due(step)
+        run, names, model = self._settings.run, self.due(step), self._settings.model.path
         progress = PhaseProgress("eval", total=self._evaluator.num_prompts(names), unit="prompts")
         running = self._evaluator.run(
             names,
             directory=run.directory / EVALUATION_DIRECTORY / f"step-{step:06}",
-            facts={"model": str(self._settings.model.path), "steps": step},
+            facts={"model": str(model), "files": weight_files(model), "steps": step},
             goes_on=goes_on,
             advance=progress.advance,
         )

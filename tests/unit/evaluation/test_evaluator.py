@@ -11,8 +11,9 @@ from manager_parts import GREEDY_LOG_PROB, Client, Engine, UnequalRewards, opene
 
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.source import RunPrompts
+from megatron_rl.evaluation import graded_answers
 from megatron_rl.evaluation.evaluator import SetResult
-from megatron_rl.evaluation.graded_answers import AnswerFile, answers_of, read_answers
+from megatron_rl.evaluation.graded_answers import Answer, AnswerFile, answers_of, read_answers
 from megatron_rl.observe.metrics import check_metrics
 from megatron_rl.runtime.run_evaluations import make_evaluator
 from megatron_rl.types import Failure, Group, Reward, RewardOutcome, Sample
@@ -132,3 +133,21 @@ def test_failures_of_a_rollout_are_answers_with_a_cause(tmp_path: Path, make_set
     file = AnswerFile(tmp_path / "a.jsonl", facts={}, num_samples=2, goes_on=False)
     file.add(found)
     assert read_answers(file.path) == found
+
+
+def test_a_kill_leaves_no_answers_beside_the_facts_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = AnswerFile(tmp_path / "a.jsonl", facts={"steps": 1}, num_samples=1, goes_on=True)
+    file.add([Answer(prompt_id="a-0", index=0, prompt="p", label=None)])
+    write, written = graded_answers.write_atomic, list[Path]()
+
+    def killed(path: Path, content: str) -> None:
+        if written:
+            raise KeyboardInterrupt
+        written.append(path)
+        write(path, content)
+
+    monkeypatch.setattr(graded_answers, "write_atomic", killed)
+    with pytest.raises(KeyboardInterrupt):
+        AnswerFile(tmp_path / "a.jsonl", facts={"steps": 2}, num_samples=1, goes_on=True)
+    monkeypatch.setattr(graded_answers, "write_atomic", write)
+    assert AnswerFile(tmp_path / "a.jsonl", facts={"steps": 2}, num_samples=1, goes_on=True).kept == {}
