@@ -209,7 +209,7 @@ def test_a_run_that_was_ended_four_times_is_the_run_that_was_not(
     assert_same_run(directory, whole)
     summary, expected = read_summary(directory), read_summary(whole)
     assert summary is not None and expected is not None
-    assert (summary.status, summary.steps, summary.accuracy_before) == (expected.status, NUM_STEPS, expected.accuracy_before)
+    assert (summary.status, summary.steps, summary.evaluation_before) == (expected.status, NUM_STEPS, expected.evaluation_before)
 
 
 @pytest.mark.slow
