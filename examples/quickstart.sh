@@ -34,7 +34,8 @@ timed_run sft "$python" -m megatron_rl train examples/arithmetic/sft.yaml \
 phase "4/5 GRPO"
 timed_run grpo "$python" -m megatron_rl train examples/arithmetic/grpo.yaml \
     run.directory="$directory/grpo" run.seed="$seed" model.path="$directory/sft/huggingface" \
-    data.train="$directory/task/train.jsonl" data.eval="$directory/task/held_out.jsonl" "${grpo_layout[@]}" "${overrides[@]}"
+    data.train="$directory/task/train.jsonl" eval.sets.greedy.data="$directory/task/held_out.jsonl" \
+    eval.sets.sampled.data="$directory/task/held_out.jsonl" "${grpo_layout[@]}" "${overrides[@]}"
 
 phase "5/5 result"
 run "$python" examples/arithmetic/report.py "$directory" "${seconds[@]}"

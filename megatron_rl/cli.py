@@ -7,6 +7,7 @@ Heavy modules are imported inside the command with the need, so that help and mi
 once.
 """
 
+import re
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -91,27 +92,55 @@ def train(
     _session(settings.runtime).train(settings, resume=resume, weights_only=weights_only)
 
 
-@cli.command(name="eval", short_help="Evaluate a model on data.eval.", context_settings=_OVERRIDES, options_metavar="[OPTIONS]")
-@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[CONFIG.yaml] [key.path=value | --key.path value]...")
+@cli.command(name="eval", short_help="Evaluate models on held-out prompts.", context_settings=_OVERRIDES, options_metavar="[OPTIONS]")
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[MODEL]... [CONFIG.yaml] [key.path=value | --key.path value]...")
+@click.option("--data", type=click.Path(path_type=Path), help="File of held-out rows, in place of eval.sets.")
+@click.option("--samples", type=click.IntRange(1, 2**10), help="Answers to each prompt of every set.")
+@click.option("--out", type=click.Path(path_type=Path), help="Directory of the results; beside MODEL, as MODEL-evaluation, when not given.")
+@click.option("--url", help="An OpenAI-compatible server, as http://HOST:PORT/v1; MODEL is then a name there. The key is OPENAI_API_KEY.")
 @click.option("--reward", metavar="MODULE:FUNCTION", help="Short for reward.function=MODULE:FUNCTION.")
 @click.option("--ray-address", metavar="ADDRESS", help="Short for runtime.ray_address=ADDRESS: use a running Ray cluster.")
-def evaluate(words: tuple[str, ...], reward: str | None, ray_address: str | None) -> None:
-    """Evaluate the model at model.path on data.eval, with the settings of a training run (`megatron-rl train --help all` lists them).
+def evaluate(
+    words: tuple[str, ...],
+    data: Path | None,
+    samples: int | None,
+    out: Path | None,
+    url: str | None,
+    reward: str | None,
+    ray_address: str | None,
+) -> None:
+    """Evaluate each MODEL: a Hugging Face directory, a run or a checkpoint of one, or a model served at --url.
 
-    The result is printed, and kept in run.directory with the samples: evaluation.json and evaluation.jsonl.
+    With the settings of a run, MODEL is its model.path when not given. After a kill the same command goes on.
+    Example: megatron-rl eval runs/first/huggingface --data aime24.jsonl --samples 16
     """
-    # Evaluation reads no training rows.
-    words = (*words, "data.train=unused", "data.source=null", "data.args={}")
-    settings, _ = _settings(words, reward=reward, ray_address=ray_address)
-    if settings.data.eval is None:
-        raise UserError("data.eval is not set, so there is nothing to evaluate on; set it to a file of held-out rows with data.eval=PATH")
-    _session(settings.runtime).evaluate(settings)
+    from megatron_rl.evaluation.eval_words import UNTRAINED, data_words, policy_in, print_results, split_models, with_options
+
+    models, others = split_models(words)
+    if url is not None and not models:
+        raise UserError("--url was given without MODEL, needs the name by which the server knows the model; add it")
+    results = {}
+    for model in models or (None,):
+        path = [] if model is None else [f"model.path={format_value(model if url is not None else str(policy_in(Path(model))))}"]
+        given, _ = _settings((*data_words(data), *others, *UNTRAINED, *path), reward=reward, ray_address=ray_address)
+        name = str(given.model.path)
+        own = out / re.sub(r"[^\w.-]", "-", name).lstrip("-") if out is not None and len(models) > 1 else out
+        if url is not None:
+            own = own or Path(re.sub(r"[^\w.-]", "-", name) + "-evaluation")
+        settings = with_options(given, samples=samples, out=own)
+        if url is not None:
+            from megatron_rl.evaluation.remote import evaluate_url
+
+            results[name] = evaluate_url(settings, url=url)
+        else:
+            results[name] = _session(settings.runtime).evaluate(settings)
+    print_results(results)
 
 
 @cli.command(short_help="Show the prompts that a run would see.", context_settings=_OVERRIDES, options_metavar="[OPTIONS]")
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[CONFIG.yaml] [key.path=value | --key.path value]...")
 def data(words: tuple[str, ...]) -> None:
-    """Read data.train and data.eval with the tokenizer of model.path, as a run would.
+    """Read data.train and eval.sets with the tokenizer of model.path, as a run would.
 
     Print the notes on repeated, held-out, long and unlabelled rows, the lengths in tokens, and three rendered prompts of each. Example:
 
@@ -121,7 +150,8 @@ def data(words: tuple[str, ...]) -> None:
     from megatron_rl.data.overview import detailed_overview
     from megatron_rl.data.source import RunPrompts
 
-    prompts = RunPrompts.read(settings.model.path, settings.data, seed=settings.run.seed, supervised=settings.supervised)
+    sets, seed = settings.eval.sets, settings.run.seed
+    prompts = RunPrompts.read(settings.model.path, settings.data, sets=sets, seed=seed, supervised=settings.supervised)
     print("\n".join(detailed_overview(prompts)))
 
 

@@ -57,13 +57,16 @@ class Reward:
     """The result of one reward call.
 
     `value` is a finite number exactly when `outcome` is SCORED; otherwise `message` holds the
-    traceback or the timeout. `components` names the parts of a composite reward.
+    traceback or the timeout. `components` names the parts of a composite reward. `answer` is the
+    text that evaluations vote on: the answer extracted from the response, empty where there is
+    none, None of a function that extracts none. The buffer does not hold it.
     """
 
     outcome: RewardOutcome
     value: float | None = None
     message: str = ""
     components: Mapping[str, float] = field(default_factory=dict)
+    answer: str | None = None
 
     def __post_init__(self) -> None:
         scored = self.outcome is RewardOutcome.SCORED

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-HELD_OUT = {"eval/reward_sampled": "held out, sampled", "eval/reward_greedy": "held out, greedy"}
+HELD_OUT = {"eval/sampled/reward": "held out, sampled", "eval/greedy/reward": "held out, greedy"}
 
 
 def read_curve(run: Path, metric: str) -> tuple[list[int], list[float]]:

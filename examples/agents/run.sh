@@ -28,9 +28,9 @@ case $name in
     nim) own=(rollout.environment=examples.agents.nim:Nim) ;;
     pair) own=("rollout.agent={function: examples.agents.pair:play}") ;;
     # Each trajectory starts a Python, which imports openai for half a second.
-    black_box) own=("rollout.agent={command: [$python, examples/agents/black_box.py]}" data.prompts_per_step=8 data.samples_per_prompt=4 run.eval_interval=0) ;;
+    black_box) own=("rollout.agent={command: [$python, examples/agents/black_box.py]}" data.prompts_per_step=8 data.samples_per_prompt=4 eval.interval=0) ;;
     # One short answer a trajectory: steps take a second.
-    reasoning) own=(reward.function=examples.agents.reasoning:score run.num_steps=40 run.eval_interval=20) ;;
+    reasoning) own=(reward.function=examples.agents.reasoning:score run.num_steps=40 eval.interval=20) ;;
     *) fail "'$name' is no example, needs one of shop, nim, pair, black_box and reasoning (bash $0 --help)" ;;
 esac
 
@@ -51,7 +51,8 @@ timed_run sft "$python" -m megatron_rl train examples/agents/sft.yaml \
 phase "4/4 GRPO"
 timed_run grpo "$python" -m megatron_rl train examples/agents/grpo.yaml \
     run.directory="$directory/grpo" run.seed="$seed" model.path="$directory/sft/huggingface" \
-    data.train="$directory/task/train.jsonl" data.eval="$directory/task/held_out.jsonl" "${own[@]}" "${grpo_layout[@]}" "${overrides[@]}"
+    data.train="$directory/task/train.jsonl" eval.sets.greedy.data="$directory/task/held_out.jsonl" \
+    eval.sets.sampled.data="$directory/task/held_out.jsonl" "${own[@]}" "${grpo_layout[@]}" "${overrides[@]}"
 
 [ -z "$dry_run" ] || exit 0
 cat <<MESSAGE

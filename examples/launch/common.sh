@@ -53,7 +53,7 @@ read_options() {
         case $1 in
             --model) overrides+=("model.path=$2") && shift ;;
             --data) overrides+=("data.train=$2") && shift ;;
-            --eval) overrides+=("data.eval=$2") && shift ;;
+            --eval) overrides+=("eval.sets.held_out=$2") && shift ;;
             --directory) overrides+=("run.directory=$2") && shift ;;
             --nodes) overrides+=("runtime.cluster.num_nodes=$2") && num_nodes=$2 && shift ;;
             --ray-address) ray_address=$2 && shift ;;

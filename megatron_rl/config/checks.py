@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_rl.algorithms.objective import Advantages
+from megatron_rl.config.eval_sets import EvalSettings
 from megatron_rl.config.order import FirstComplete
 from megatron_rl.config.section import MAX_INTEGER
 from megatron_rl.config.settings import (
@@ -15,7 +16,6 @@ from megatron_rl.config.settings import (
     DataSettings,
     ModelSettings,
     RolloutSettings,
-    RunSettings,
     RuntimeSettings,
     SamplingSettings,
     Settings,
@@ -40,7 +40,7 @@ def contradictions(settings: Settings) -> list[str]:
         *topology_contradictions(training.topology),
         *_batch(data, settings.sequences_per_step, training.optimizer_steps_per_batch, supervised=supervised),
         *_schedule(run.num_steps, training, has_critic=objective.has_critic),
-        *_evaluation(run.eval_interval, data, supervised=supervised),
+        *_evaluation(settings.eval, rollout.sglang, supervised=supervised),
         *_colocation(settings.weights, settings.runtime, rollout),
     ]
     if not supervised:
@@ -321,16 +321,22 @@ def _schedule(num_steps: int, training: TrainingSettings, *, has_critic: bool) -
         yield f"training.optimizer.min_lr {floor} is above lr {peak}, but the rate falls from lr to min_lr; exchange them"
 
 
-def _evaluation(interval: int, data: DataSettings, *, supervised: bool) -> Iterator[str]:
-    if supervised and data.eval is not None:
+def _evaluation(evaluation: EvalSettings, sglang: Mapping[str, Any], *, supervised: bool) -> Iterator[str]:
+    for name, one in evaluation.sets.items():
+        if one.sampling.min_p and sglang.get("enable_deterministic_inference"):
+            yield (
+                f"eval.sets.{name}.sampling.min_p is {one.sampling.min_p}, but SGLang ends at such a request with "
+                "rollout.sglang.enable_deterministic_inference; use top_p or top_k, or turn it off"
+            )
+    if supervised and evaluation.sets:
         yield (
-            f"data.eval is {data.eval}, but objective.policy_loss sft starts no engine that could generate answers; "
-            f"remove data.eval, and evaluate the result with `megatron-rl eval`"
+            f"eval.sets has {', '.join(evaluation.sets)}, but objective.policy_loss sft starts no engine that could generate answers; "
+            f"remove eval.sets, and evaluate the result with `megatron-rl eval`"
         )
-    if data.eval is None and interval not in (0, RunSettings.model_fields["eval_interval"].default):
+    if not evaluation.sets and evaluation.interval not in (0, EvalSettings.model_fields["interval"].default):
         yield (
-            f"run.eval_interval is {interval}, but data.eval is not set, so there is nothing to evaluate on; "
-            f"set data.eval to a file of held-out rows, or run.eval_interval to 0"
+            f"eval.interval is {evaluation.interval}, but eval.sets is empty, so there is nothing to evaluate on; "
+            f"name a file of held-out rows with eval.sets.NAME=FILE, or set eval.interval to 0"
         )
 
 

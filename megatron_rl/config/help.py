@@ -5,17 +5,19 @@ Shown are the settings of a first run, or of one section.
 
 import click
 
+from megatron_rl.config.eval_sets import EvalSet
 from megatron_rl.config.messages import closest
 from megatron_rl.config.settings_reference import SettingField, sections, setting_fields
 from megatron_rl.errors import UserError
 
 FIRST_RUN = (
-    *("run.directory", "run.num_steps", "run.seed", "model.path", "data.train", "data.eval", "data.prompts_per_step"),
+    *("run.directory", "run.num_steps", "run.seed", "model.path", "data.train", "eval.sets", "data.prompts_per_step"),
     *("data.samples_per_prompt", "objective.preset", "rollout.num_engines", "rollout.sampling.max_response_tokens"),
     *("reward.function", "training.topology.num_ranks", "training.topology.tp", "training.optimizer", "runtime.colocate"),
 )
 """The settings of a first run."""
 EVERYTHING = "all"
+_EVALUATION = "eval"
 
 
 class SettingsCommand(click.Command):
@@ -41,8 +43,10 @@ class SettingsCommand(click.Command):
             for field in setting_fields():
                 if named == EVERYTHING or field.path.startswith(f"{named}."):
                     fields_of.setdefault(field.path.rpartition(".")[0], []).append(field)
+            if named in (_EVALUATION, EVERYTHING):
+                fields_of[f"{_EVALUATION}.sets.NAME"] = list(setting_fields(EvalSet))
             for section, fields in fields_of.items():
-                with formatter.section(f"{section}: {sections()[section].rstrip('.')}"):
+                with formatter.section(f"{section}: {sections().get(section, 'one set of held-out prompts').rstrip('.')}"):
                     formatter.write_dl([(field.path, _words(field)) for field in fields], col_max=48)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -23,6 +23,7 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from megatron_rl.algorithms.objective import expand_preset
 from megatron_rl.config.checks import contradictions
 from megatron_rl.config.decided import Decision, decide
+from megatron_rl.config.eval_sets import expand_sets
 from megatron_rl.config.messages import closest, joined_error, settings_error, unknown_setting
 from megatron_rl.config.settings import Settings
 from megatron_rl.config.yaml_text import format_yaml
@@ -122,6 +123,8 @@ def _validated(values: Mapping[str, Any], *, origin: str) -> Settings:
     try:
         if isinstance(objective := values.get("objective"), Mapping):
             values["objective"] = expand_preset(objective)
+        if isinstance(evaluation := values.get("eval"), Mapping):
+            values["eval"] = expand_sets(evaluation)
     except ValueError as error:
         raise UserError(f"{origin}: objective.preset: {error}") from None
     try:

@@ -1,12 +1,14 @@
 """Pydantic's validation errors as sentences that name the setting, the value got, the value needed and the fix."""
 
 import difflib
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from megatron_rl.config.eval_sets import EvalSet
 from megatron_rl.config.settings_reference import sections, setting_fields
 from megatron_rl.config.yaml_text import format_value
 from megatron_rl.errors import UserError
@@ -44,6 +46,8 @@ _NAMES_ELSEWHERE = {
 """Names of settings in other programs."""
 _ALIASES = {name: path for path, names in _NAMES_ELSEWHERE.items() for name in names.split()}
 _YAML_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "list", dict: "mapping"}
+_SET = re.compile(r"eval\.sets\.[^.]+\.")
+"""Begin of the path of a setting of one set."""
 _NEVER = ("top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
 """Settings of sampling that do not exist."""
 _SURELY = 0.85
@@ -101,6 +105,10 @@ def unknown_setting(path: str, *, kind: str | None = None) -> str:
     then everywhere by its last part: `run.temperature` finds `rollout.sampling.temperature`.
     """
     section, _, name = path.rpartition(".")
+    if inside := _SET.match(path):
+        known = {field.path: f"{inside[0]}{field.path}" for field in setting_fields(EvalSet)} | {"sampling": f"{inside[0]}sampling"}
+        guess = known.get(closest(path.removeprefix(inside[0]), known, cutoff=0.5) or "")
+        return f"unknown setting {path}; {f'did you mean {guess}?' if guess else 'a set has ' + ', '.join(known)}"
     never = closest(name.lower(), _NEVER, cutoff=_SURELY)
     if never is not None:
         meant = "" if name == never else f", meant as {never}"
@@ -193,9 +201,10 @@ def _needed(path: str, kind: str | None) -> str:
     """Return the type of the setting in words, of an item where `path` ends in the place in a list."""
     owner, _, last = path.rpartition(".")
     name = owner if last.isdecimal() else path
-    words = next(
-        (field.type for field in setting_fields() if field.path == name and field.belongs_to(kind)), "section with settings inside"
-    )
+    inside = _SET.match(name)
+    fields = setting_fields(EvalSet) if inside else setting_fields()
+    here = name.removeprefix(inside[0]) if inside else name
+    words = next((field.type for field in fields if field.path == here and field.belongs_to(kind)), "section with settings inside")
     words = words if name == path else words.removeprefix("list of ")
     if words.startswith(("one of", "true or false")):
         return words

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from megatron_rl.algorithms.objective import Objective
+from megatron_rl.config.eval_sets import EvalSettings
 from megatron_rl.config.order import InOrder, Order
 from megatron_rl.config.section import FilePath, Seconds, Section
 
@@ -19,7 +20,6 @@ class RunSettings(Section):
     directory: FilePath = Field(description="Directory of this run: settings, buffer, metrics, checkpoints, summary.json.")
     seed: int = Field(0, ge=0, description="Seed of every random choice: data order, sampling.")
     num_steps: int = Field(100, ge=1, description="Rollout batches to train on.")
-    eval_interval: int = Field(10, ge=0, description="Steps between evaluations, besides step 0 and the last; 0 evaluates never.")
     save_interval: int = Field(50, ge=0, description="Steps between checkpoints; 0 saves only at the end.")
     keep_checkpoints: int = Field(2, ge=1, description="Newest checkpoints that are kept.")
     keep_groups: int = Field(
@@ -68,14 +68,13 @@ class DataFiles(Section):
 
 
 class DataSettings(Section):
-    """Prompts to train and to evaluate on. Rows are JSON lines, a JSON array, parquet, or a saved dataset."""
+    """Prompts to train on. Rows are JSON lines, a JSON array, parquet, or a saved dataset."""
 
     train: FilePath | tuple[DataFiles, ...] | None = Field(
         None, description="File of training rows, or a list of sources {path, weight, rows}; data.source takes its place."
     )
     source: str | None = Field(None, description="Your own source of training rows, package.module:Class, in place of data.train.")
     args: dict[str, Any] = Field(default_factory=dict, description="Arguments of your own source, by the names that it gives them.")
-    eval: FilePath | None = Field(None, description="File of held-out rows.")
     prompt_key: str = Field(
         "prompt", description="Field with the prompt: a string, chat messages for the chat template, or token ids; a path a.b is nested."
     )
@@ -407,6 +406,7 @@ class Settings(Section):
     objective: Objective = Field(default_factory=Objective)
     rollout: RolloutSettings = Field(default_factory=RolloutSettings)
     reward: RewardSettings = Field(default_factory=RewardSettings)
+    eval: EvalSettings = Field(default_factory=EvalSettings)
     training: TrainingSettings = Field(default_factory=TrainingSettings)
     weights: WeightSettings = Field(default_factory=WeightSettings)
     runtime: RuntimeSettings = Field(default_factory=RuntimeSettings)

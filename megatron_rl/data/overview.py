@@ -26,13 +26,13 @@ def detailed_overview(prompts: RunPrompts, *, num_prompts: int = 3) -> Iterator[
 
 
 def _described(prompts: RunPrompts, *, num_prompts: int = 1) -> Iterator[tuple[str, str, Ints, Sequence[Prompt]]]:
-    source, held_out = prompts.source, prompts.held_out
+    source = prompts.source
     if source.name:
         lengths = np.minimum(source.lengths, source.max_prompt_tokens)
         yield "data.train", _line(len(source.known), lengths), lengths, source.first(num_prompts)
-    if held_out:
+    for name, held_out in prompts.held_out.items():
         lengths = np.array([len(prompt.token_ids) for prompt in held_out])
-        yield "data.eval", _line(len(held_out), lengths), lengths, held_out[:num_prompts]
+        yield f"eval.sets.{name}", _line(len(held_out), lengths), lengths, held_out[:num_prompts]
 
 
 def _line(num_rows: int, lengths: Ints) -> str:

@@ -5,12 +5,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jinja2 import Environment, TemplateError
 from jinja2.meta import find_undeclared_variables
 
+from megatron_rl.config.eval_sets import EvalSet
 from megatron_rl.config.settings import DataFiles, DataSettings
 from megatron_rl.data.row_files import Row
 from megatron_rl.data.row_source import FileRows, NamedRow, OwnRows
@@ -134,13 +136,13 @@ class PromptSource:
             groups.append(Group(id=prompt.id, prompt=prompt, samples=(sample,)))
         return groups
 
-    def all(self) -> list[Prompt]:
-        """Return every prompt in the order of the file, with ids eval-ROW. Moves nothing."""
-        return self.first(len(self.known))
+    def all(self, name: str = "eval") -> list[Prompt]:
+        """Return every prompt in the order of the file, with ids NAME-ROW. Moves nothing."""
+        return self.first(len(self.known), name)
 
-    def first(self, count: int) -> list[Prompt]:
+    def first(self, count: int, name: str = "eval") -> list[Prompt]:
         """Return at most `count` first prompts, as `all`. Moves nothing."""
-        return self._prompts([(f"eval-{number}", row) for number, row in enumerate(self.rows.first(count))])
+        return self._prompts([(f"{name}-{number}", row) for number, row in enumerate(self.rows.first(count))])
 
     def _prompts(self, named: Sequence[NamedRow]) -> list[Prompt]:
         prompts = []
@@ -153,7 +155,7 @@ class PromptSource:
                     text=text if len(kept) == len(ids) else self._tokenizer.decode(kept),
                     label=row.label,
                     metadata=row.metadata,
-                    messages=self._messages(row),
+                    messages=messages_of(row, system_prompt=self._settings.system_prompt),
                 )
             )
         return prompts
@@ -183,16 +185,8 @@ class PromptSource:
                 raise UserError(f"{got}, the limit is {limit}; shorten it, raise data.max_prompt_tokens, or set data.overlong")
         return taken
 
-    def _messages(self, row: Row) -> tuple[Message, ...]:
-        """Return the row's chat messages, with data.system_prompt before those without a system message."""
-        if isinstance(row.prompt, str):
-            return ()
-        system = self._settings.system_prompt
-        has_own = system is None or row.prompt[0]["role"] == "system"
-        return row.prompt if has_own else ({"role": "system", "content": system}, *row.prompt)
-
     def _text(self, row: Row) -> str:
-        messages = self._messages(row)
+        messages = messages_of(row, system_prompt=self._settings.system_prompt)
         if not messages:
             if self._settings.system_prompt is not None:
                 raise UserError(
@@ -254,6 +248,14 @@ class PromptSource:
         return ids if ids and ids[-1] == end else [*ids, end]
 
 
+def messages_of(row: Row, *, system_prompt: str | None) -> tuple[Message, ...]:
+    """Return the row's chat messages, with `system_prompt` before those without a system message; none for text and tokens."""
+    if isinstance(row.prompt, str):
+        return ()
+    has_own = system_prompt is None or row.prompt[0]["role"] == "system"
+    return row.prompt if has_own else ({"role": "system", "content": system_prompt}, *row.prompt)
+
+
 def template_variables(tokenizer: "PreTrainedTokenizerBase") -> frozenset[str]:
     """Return the names that the tokenizer's chat template reads and the caller may give."""
     if not isinstance(tokenizer.chat_template, str):
@@ -287,31 +289,42 @@ def overlap_note(train: PromptSource, held_out: PromptSource) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPrompts:
-    """The prompts of a run: the `source` of data.train, and those of data.eval `held_out`.
+    """The prompts of a run: the `source` of data.train, and those of eval.sets `held_out`, by set.
 
-    `probes` are prompts of both files for the trial of a reward function, with and without a label.
-    `notes` are about the rows of both.
+    `probes` are prompts of all files for the trial of the run's reward function, with and without a
+    label. `notes` are about the rows of all files.
     """
 
     tokenizer: "PreTrainedTokenizerBase"
     source: PromptSource
-    held_out: tuple[Prompt, ...]
+    held_out: Mapping[str, tuple[Prompt, ...]]
     probes: tuple[Prompt, ...]
     notes: tuple[str, ...]
 
     @classmethod
-    def read(cls, model: Path, data: DataSettings, *, seed: int, trains: bool = True, supervised: bool = False) -> "RunPrompts":
-        """Read the tokenizer in `model` and all files; without `trains` data.eval alone."""
+    def read(
+        cls,
+        model: Path,
+        data: DataSettings,
+        *,
+        sets: Mapping[str, EvalSet] = MappingProxyType({}),
+        seed: int,
+        trains: bool = True,
+        supervised: bool = False,
+    ) -> "RunPrompts":
+        """Read the tokenizer in `model` and all files; without `trains` those of `sets` alone."""
         tokenizer = load_tokenizer(model)
         open_source = partial(PromptSource, tokenizer=tokenizer, settings=data, seed=seed, vocab_size=vocabulary_size(model))
-        held_out = [] if data.eval is None else [open_source([DataFiles(path=data.eval)])]
+        files = {path: open_source([DataFiles(path=path)]) for path in dict.fromkeys(each.data for each in sets.values())}
+        held_out, tried = list(files.values()), {each.data for each in sets.values() if each.reward is None}
         train = [open_source(data.sources, need_response=supervised)] if trains else []
         notes = [file.repeat_note() for file in train] + [overlap_note(file, other) for file in train for other in held_out]
+        of_run_reward = [file for path, file in files.items() if path in tried]
         return cls(
             tokenizer=tokenizer,
             source=(train + held_out)[0],
-            held_out=tuple(prompt for file in held_out for prompt in file.all()),
-            probes=tuple(prompt for file in held_out + train for prompt in file.probes()),
+            held_out={name: tuple(files[each.data].all(name)) for name, each in sets.items()},
+            probes=tuple(prompt for file in of_run_reward + train for prompt in file.probes()),
             notes=(
                 *(note for note in notes if note is not None),
                 *(note for file in train + held_out for note in file.notes(labelled=not supervised)),
@@ -319,5 +332,5 @@ class RunPrompts:
         )
 
     def for_parity(self, count: int) -> list[Prompt]:
-        """Return 1 to `count` prompts: held-out ones, or without data.eval those to train on."""
-        return list(self.held_out[:count]) or self.source.first(count)
+        """Return 1 to `count` prompts: held-out ones, or without eval.sets those to train on."""
+        return [prompt for prompts in self.held_out.values() for prompt in prompts][:count] or self.source.first(count)

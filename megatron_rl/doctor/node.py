@@ -206,7 +206,7 @@ class Node:
         rows = self.directory / "rows.jsonl"
         rows.write_text("".join(json.dumps({"prompt": f"{number}+{number % 7}=", "label": ""}) + "\n" for number in range(64)))
         return {
-            "run": {"directory": str(self.directory / name), "num_steps": RUN_STEPS, "save_interval": 0, "eval_interval": 0},
+            "run": {"directory": str(self.directory / name), "num_steps": RUN_STEPS, "save_interval": 0},
             "model": {"path": str(model), "dtype": self.dtype},
             "data": {"train": str(rows), "prompts_per_step": 8, "samples_per_prompt": 4, "max_prompt_tokens": 16},
             "reward": {"function": f"{__name__}:even_sum"},

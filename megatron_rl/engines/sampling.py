@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron_rl.config.eval_sets import EvalSampling
 from megatron_rl.config.settings import SamplingSettings
 from megatron_rl.errors import UserError
 
@@ -19,6 +20,12 @@ class Sampling:
     """
 
     temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
     max_tokens: int
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -43,12 +50,12 @@ class Sampling:
         """Return all parameters of sample `index`: none may come from a generation_config.json."""
         return {
             "temperature": self.temperature,
-            "top_p": 1.0,
-            "top_k": -1,
-            "min_p": 0.0,
-            "frequency_penalty": 0.0,
-            "presence_penalty": 0.0,
-            "repetition_penalty": 1.0,
+            "top_p": self.top_p,
+            "top_k": -1 if self.top_k is None else self.top_k,
+            "min_p": self.min_p,
+            "frequency_penalty": self.frequency_penalty,
+            "presence_penalty": self.presence_penalty,
+            "repetition_penalty": self.repetition_penalty,
             "max_new_tokens": self.max_tokens,
             "stop": list(self.stop) or None,
             "stop_token_ids": list(self.stop_token_ids) or None,
@@ -66,3 +73,10 @@ def make_sampling(settings: SamplingSettings, *, eos_token_ids: Sequence[int], g
         stop=settings.stop,
         stop_token_ids=tuple(dict.fromkeys((*settings.stop_token_ids, *eos_token_ids))),
     )
+
+
+def eval_sampling(settings: SamplingSettings, own: EvalSampling, *, eos_token_ids: Sequence[int]) -> Sampling:
+    """Return the sampling of an evaluation: `own` values, and those of the `settings` where not set."""
+    values = {**settings.model_dump(), **own.model_dump(exclude_none=True)}
+    ends = tuple(dict.fromkeys((*values.pop("stop_token_ids"), *eos_token_ids)))
+    return Sampling(max_tokens=values.pop("max_response_tokens"), stop_token_ids=ends, **values)

@@ -38,8 +38,6 @@ class Column:
 
 RL_COLUMNS = (
     Column("reward", ("rollout/reward",), ".3f", 6),
-    Column("greedy", ("eval/accuracy_greedy", "eval/reward_greedy"), ".3f", 6),
-    Column("sampled", ("eval/accuracy_sampled", "eval/reward_sampled"), ".3f", 7, spare=4),
     Column("entropy", ("train/entropy",), ".3f", 7),
     Column("KL ref", ("train/kl_reference",), ".4f", 7, spare=3),
     Column("|dlogp|", ("train/log_prob_diff",), ".1e", 7),
@@ -51,7 +49,21 @@ RL_COLUMNS = (
     Column("sync s", ("time/sync",), ".2f", 6),
 )
 
-RL_COLUMNS_WITHOUT_REFERENCE = tuple(column for column in RL_COLUMNS if "train/kl_reference" not in column.metrics)
+_EVALUATED_SETS = 2  # with a column of their own
+_TITLE_WIDTH = 9
+
+
+def rl_columns(sets: Sequence[str], *, keeps_reference: bool) -> tuple[Column, ...]:
+    """Return the columns of a run with these sets of held-out prompts: each has its accuracy, or else its reward."""
+    evaluated = [
+        Column(
+            name[:_TITLE_WIDTH], (f"eval/{name}/accuracy", f"eval/{name}/reward"), ".3f", max(6, len(name[:_TITLE_WIDTH])), spare=4 * number
+        )
+        for number, name in enumerate(sets[:_EVALUATED_SETS])
+    ]
+    columns = (RL_COLUMNS[0], *evaluated, *RL_COLUMNS[1:])
+    return tuple(column for column in columns if keeps_reference or "train/kl_reference" not in column.metrics)
+
 
 SUPERVISED_COLUMNS = (
     Column("loss", ("train/loss",), ".4f", 9),
@@ -163,9 +175,11 @@ class RunConsole:
                 self.say(f"note: {name} is {metrics[name]:.3g}, healthy: {metric_info(name).healthy}")
 
     @contextmanager
-    def phase(self, name: str, *, total: int | None = None, unit: str = "") -> Iterator[PhaseProgress]:
-        """Show the running phase `name`, with a count of `total` units where countable."""
-        progress, finished = PhaseProgress(name, total=total, unit=unit), False
+    def phase(
+        self, name: str, *, total: int | None = None, unit: str = "", progress: PhaseProgress | None = None
+    ) -> Iterator[PhaseProgress]:
+        """Show the running phase `name`, with a count of `total` units where countable, or with `progress` so far."""
+        progress, finished = progress or PhaseProgress(name, total=total, unit=unit), False
         with self._lock:
             announces = not self._live and name not in self._announced
             self._announced.add(name)

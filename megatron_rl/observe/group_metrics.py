@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_rl.observe.metrics import Max, Mean, Metric, Sum
-from megatron_rl.types import Group, Ints, RewardOutcome, Sample, StopReason, last_samples, trajectories
+from megatron_rl.types import Group, Ints, RewardOutcome, Sample, StopReason, trajectories
 
 
 def rollout_metrics(groups: Sequence[Group], *, version: int) -> dict[str, Metric]:
@@ -127,23 +127,3 @@ def _reward_metrics(samples: Sequence[Sample]) -> dict[str, Metric]:
         values = [reward.components[name] for reward in scored if name in reward.components]
         metrics[f"rollout/reward_component/{name}"] = Mean(sum(values), len(values))
     return metrics
-
-
-def evaluation_metrics(samples: Sequence[Sample], *, kind: str) -> dict[str, Metric]:
-    """Return metrics `eval/*` of one trajectory per held-out prompt; `kind` is greedy or sampled.
-
-    Accuracy is the mean of the reward's component `accuracy`, or of the reward without one, where
-    all of these numbers are 0 or 1. Lengths count samples.
-    """
-    all_parts = trajectories(samples)
-    scored = [sample.reward for sample in last_samples(samples) if sample.reward is not None and sample.reward.value is not None]
-    solved = [reward.components.get("accuracy", reward.value) for reward in scored]
-    accuracy = Mean(sum(value for value in solved if value is not None), len(solved))
-    return {
-        **({f"eval/accuracy_{kind}": accuracy} if set(solved) <= {0.0, 1.0} else {}),
-        f"eval/reward_{kind}": Mean(sum(reward.value for reward in scored if reward.value is not None), len(scored)),
-        "eval/response_length": Mean(sum(len(sample.response_ids) for sample in samples), len(samples)),
-        "eval/truncated_fraction": _share(all_parts, StopReason.LENGTH),
-        "eval/reward_errors": Sum(len(all_parts) - len(scored)),
-        "eval/num_samples": Sum(len(samples)),
-    }

@@ -19,20 +19,16 @@ class Summary:
     """The outcome of a run, in the form of summary.json.
 
     `status` is finished, "failed: REASON" or "interrupted: SIGNAL"; `steps` counts trained rollout
-    batches. Accuracies and mean rewards (greedy) are of held-out prompts, None without data.eval;
-    accuracies are None for rewards other than 0 and 1. `seconds` are per phase. `checkpoint` is the
-    Hugging Face directory of the newest saved policy; `go_on` is the command to continue the run.
+    batches. `evaluation_before` and `evaluation_after` are the first and the last estimates of each
+    set, by SET/NAME, such as aime/accuracy. `seconds` are per phase. `checkpoint` is the Hugging
+    Face directory of the newest saved policy; `go_on` is the command to continue the run.
     """
 
     status: str
     steps: int
     seed: int
-    accuracy_before: float | None
-    accuracy_after: float | None
-    accuracy_sampled_before: float | None
-    accuracy_sampled_after: float | None
-    reward_before: float | None = None
-    reward_after: float | None = None
+    evaluation_before: dict[str, float]
+    evaluation_after: dict[str, float]
     seconds: dict[str, float]
     peak_memory_bytes: int
     checkpoint: str | None

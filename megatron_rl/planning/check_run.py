@@ -34,7 +34,8 @@ def check_run(settings: Settings, decisions: Iterable[Decision], *, resume: bool
         from megatron_rl.data.overview import overview
         from megatron_rl.data.source import RunPrompts
 
-        prompts = RunPrompts.read(settings.model.path, settings.data, seed=settings.run.seed, supervised=settings.supervised)
+        sets, seed = settings.eval.sets, settings.run.seed
+        prompts = RunPrompts.read(settings.model.path, settings.data, sets=sets, seed=seed, supervised=settings.supervised)
         tables["Prompts"] = overview(prompts)
     if resume and not config_only:
         from megatron_rl.runtime.resumption import resume_rows

@@ -46,8 +46,11 @@ def launch_plan(settings: Settings, target: Target) -> dict[str, Mapping[str, st
     }
     if torch.cuda.is_available():
         backends["GPUs here"] = f"{torch.cuda.device_count()} × {torch.cuda.get_device_name(0)}"
+    reward = settings.reward.function or settings.rollout.name
+    sets = settings.eval.described(sampling=settings.rollout.sampling, reward=reward)
     return {
         "What the settings add up to": sizes(settings),
+        **({"What it would be evaluated on, the run's values in parentheses": sets} if sets else {}),
         "What would be launched": _processes(settings, target),
         "Where it would be placed": elsewhere if placement is None else placement_rows(placement),
         "What it would run on": backends | {f"{package} here": version for package, version in chosen_backends().items()},
@@ -64,12 +67,12 @@ def memory_plan(settings: Settings) -> RunPlan | None:
 
 def sizes(settings: Settings) -> dict[str, str]:
     """Return the totals of a run with their arithmetic; tokens are upper bounds."""
-    data, training, run = settings.data, settings.training, settings.run
+    data, training, run, held_out = settings.data, settings.training, settings.run, settings.eval
     per_step, steps = settings.sequences_per_step, training.optimizer_steps_per_batch
     prompts, cp = counted(data.prompts_per_step, "prompt"), training.topology.cp
     group = counted(data.prompts_per_step, "row")
     group = group if settings.supervised else f"{prompts} × {counted(data.samples_per_prompt, 'sample')}"
-    evaluations = 1 + _rounds(run.num_steps, run.eval_interval) if data.eval is not None and run.eval_interval else 0
+    evaluations = sum(1 + _rounds(run.num_steps, every) for name in held_out.sets if (every := held_out.interval_of(name)))
     rows = {
         "sequences per step": f"{group} = {per_step}",
         "sequences per optimizer step": f"{per_step} / {counted(steps, 'optimizer step')} = {settings.sequences_per_optimizer_step}",

@@ -28,8 +28,11 @@ PluginKind = Literal["reward", "rollout", "environment", "filter", "advantage", 
 class Reward(Protocol):
     """`reward.function`: the quality of a sample. Runs in worker processes, sync or async."""
 
-    def __call__(self, *, sample: "Sample") -> float | Mapping[str, float]:
-        """Return a finite number, or a mapping with the key `reward`; other items are recorded.
+    def __call__(self, *, sample: "Sample") -> float | Mapping[str, float | str | None]:
+        """Return a finite number, or a mapping with the key `reward`; other numbers are recorded.
+
+        The item `answer` is the answer extracted from the response, a text in a form in which equal
+        answers are equal, None where there is none. Evaluations vote on it (maj@k).
 
         `sample`, sent without experts, is the last of a trajectory's samples, and the result is the
         reward of all. The rollout puts needed facts about earlier ones into the last's metadata.

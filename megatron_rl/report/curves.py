@@ -36,8 +36,6 @@ class Panel:
 
 PANELS = (
     Panel("Reward, mean of the batch", {"reward": "rollout/reward"}),
-    Panel("Held-out accuracy", {"greedy": "eval/accuracy_greedy", "sampled": "eval/accuracy_sampled"}, sparse=True, share=True),
-    Panel("Held-out reward, mean", {"greedy": "eval/reward_greedy", "sampled": "eval/reward_sampled"}, sparse=True),
     Panel("Loss", {"loss": "train/loss"}),
     Panel("Entropy, nats per token", {"entropy": "train/entropy"}, zero=True),
     Panel("KL to the reference, nats per token", {"KL": "train/kl_reference"}, zero=True),
@@ -49,12 +47,16 @@ PANELS = (
 
 
 def drawable(steps: Steps) -> list[Panel]:
-    """Return the measured panels; accuracy where every evaluation gave one, else mean reward."""
-    evaluated = [metrics for metrics in steps.values() if "eval/reward_greedy" in metrics]
-    unwanted = "eval/reward_" if all("eval/accuracy_greedy" in metrics for metrics in evaluated) else "eval/accuracy_"
-    return [
-        panel for panel in PANELS if any(_points(steps, metric)[0] and not metric.startswith(unwanted) for metric in panel.curves.values())
-    ]
+    """Return the measured panels; of a set the accuracy where every evaluation gave one, else the mean reward."""
+    sets = dict.fromkeys(name.split("/")[1] for metrics in steps.values() for name in metrics if name.startswith("eval/"))
+    rewarded = {name: [metrics for metrics in steps.values() if f"eval/{name}/reward" in metrics] for name in sets}
+    judged = [name for name in sets if all(f"eval/{name}/accuracy" in metrics for metrics in rewarded[name])]
+    held_out = (
+        Panel("Held-out accuracy", {name: f"eval/{name}/accuracy" for name in judged}, sparse=True, share=True),
+        Panel("Held-out reward, mean", {name: f"eval/{name}/reward" for name in sets if name not in judged}, sparse=True),
+    )
+    panels = (PANELS[0], *held_out, *PANELS[1:])
+    return [panel for panel in panels if any(_points(steps, metric)[0] for metric in panel.curves.values())]
 
 
 def draw_curves(steps: Steps, *, title: str) -> bytes:

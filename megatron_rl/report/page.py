@@ -84,12 +84,11 @@ def _facts_of(summary: Summary) -> dict[str, str]:
     }
     if summary.checkpoint is not None:
         facts["checkpoint"] = summary.checkpoint
-    if summary.accuracy_before is not None and summary.accuracy_after is not None:
-        facts["held-out accuracy, greedy"] = f"{summary.accuracy_before:.3f} → {summary.accuracy_after:.3f}"
-    elif summary.reward_before is not None and summary.reward_after is not None:
-        facts["held-out mean reward, greedy"] = f"{summary.reward_before:.3f} → {summary.reward_after:.3f}"
-    if summary.accuracy_sampled_before is not None and summary.accuracy_sampled_after is not None:
-        facts["held-out accuracy, sampled"] = f"{summary.accuracy_sampled_before:.3f} → {summary.accuracy_sampled_after:.3f}"
+    for name, before in summary.evaluation_before.items():
+        if name.endswith("/accuracy") or (
+            name.endswith("/reward") and f"{name.rpartition('/')[0]}/accuracy" not in summary.evaluation_before
+        ):
+            facts[f"held-out {name}"] = f"{before:.3f} → {summary.evaluation_after.get(name, before):.3f}"
     return facts
 
 

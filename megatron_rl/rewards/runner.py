@@ -3,10 +3,10 @@
 import asyncio
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +14,7 @@ from typing import Any
 
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
+from megatron_rl.config.eval_sets import EvalSet
 from megatron_rl.config.settings import RewardSettings
 from megatron_rl.errors import UserError
 from megatron_rl.plugins.kinds import KINDS
@@ -182,6 +183,19 @@ class RewardRunner(AbstractContextManager["RewardRunner", None]):
         except BrokenProcessPool:
             return None
         return list(rewards)
+
+
+def scores_of_sets(
+    sets: Mapping[str, EvalSet], reward: RewardSettings, *, prompts: Mapping[str, Sequence[Prompt]], stack: ExitStack, **options: Any
+) -> dict[str, Callable[[Sample], Awaitable[Reward]]]:
+    """Return the reward functions of the sets with one of their own, tried on a prompt. Workers end with `stack`."""
+    scores = {}
+    for name, each in sets.items():
+        if each.reward is not None:
+            runner = stack.enter_context(RewardRunner(each.reward.of(reward), **options))
+            runner.probe(prompts[name][0])
+            scores[name] = runner.score
+    return scores
 
 
 def _killed(num_attempts: int) -> Reward:

@@ -20,6 +20,7 @@ from megatron_rl.plugins.loader import load
 from megatron_rl.types import Reward, RewardOutcome, Sample
 
 REWARD_KEY = "reward"  # the item of a returned dict that is the reward; the others are recorded as its components
+ANSWER_KEY = "answer"  # but for this one, the answer extracted from the response
 
 
 @functools.cache
@@ -58,28 +59,33 @@ def _call(path: str, args: str, sample: Sample) -> Reward:
         headline = f"{type(error).__name__}: {line}".removesuffix(": ")
         return Reward(outcome=RewardOutcome.ERROR, message=f"{headline}\n{traceback.format_exc()}")
     try:
-        value, components = read_result(result, name=f"reward.function {path}")
+        value, components, answer = read_result(result, name=f"reward.function {path}")
     except (TypeError, ValueError, OverflowError) as error:
         return Reward(outcome=RewardOutcome.ERROR, message=str(error))
-    return Reward(outcome=RewardOutcome.SCORED, value=value, components=components)
+    return Reward(outcome=RewardOutcome.SCORED, value=value, components=components, answer=answer)
 
 
 async def _wait(result: Any) -> Any:
     return await result
 
 
-def read_result(result: object, *, name: str) -> tuple[float, dict[str, float]]:
-    """Return value and components of the result of reward function `name`.
+def read_result(result: object, *, name: str) -> tuple[float, dict[str, float], str | None]:
+    """Return value, components and extracted answer of the result of reward function `name`.
 
-    A result is a finite number, or a mapping of finite numbers with the key `reward`. Raises
-    TypeError or ValueError otherwise.
+    A result is a finite number, or a mapping of finite numbers with the key `reward`, and maybe
+    with a text or None as `answer`. Raises TypeError or ValueError otherwise.
     """
     if not isinstance(result, Mapping):
-        return _number(result, f"{name} returned"), {}
+        return _number(result, f"{name} returned"), {}, None
     if REWARD_KEY not in result:
         raise ValueError(f"{name} returned a mapping with the keys {sorted(map(str, result))}, needs the key {REWARD_KEY!r}")
-    numbers_by_name = {str(key): _number(value, f"{name} returned for {key!r}") for key, value in result.items()}
-    return numbers_by_name.pop(REWARD_KEY), numbers_by_name
+    answer = result.get(ANSWER_KEY, "") or ""
+    if not isinstance(answer, str):
+        raise TypeError(
+            f"{name} returned for {ANSWER_KEY!r} {answer!r} of type {type(answer).__name__}, needs a text, or None for no answer"
+        )
+    values = {str(key): _number(value, f"{name} returned for {key!r}") for key, value in result.items() if key != ANSWER_KEY}
+    return values.pop(REWARD_KEY), values, answer if ANSWER_KEY in result else None
 
 
 def _number(value: object, what: str) -> float:

@@ -101,21 +101,24 @@ class GroupMaker:
         *,
         num_samples: int,
         greedy: bool = False,
+        sampling: Sampling | None = None,
+        score: Score | None = None,
         urgency: Urgency = Urgency.TRAINING,
         buffer: Buffer | None = None,
     ) -> Group:
         """Generate `num_samples` trajectories; score each by the last sample.
 
-        A trajectory that fails ATTEMPTS times is one of the group's failures. Answers of a slow
-        group, and samples with slow rewards, are kept in `buffer` meanwhile, for a killed run.
-        Raises the reason why the last engine failed.
+        An evaluation may have a `sampling` and a `score` of its own. A trajectory that fails
+        ATTEMPTS times is one of the group's failures. Answers of a slow group, and samples with
+        slow rewards, are kept in `buffer` meanwhile, for a killed run. Raises the reason why the
+        last engine failed.
         """
         group = None if buffer is None else self._kept(buffer.finished(prompt), num_samples)
         if group is not None:
-            return await self._scored(group, None)
+            return await self._scored(group, None, self._score)
         with KeptAnswers(buffer, prompt.id) as kept:
-            group = await self._generate(prompt, num_samples, sampling=self._samplings[greedy], urgency=urgency, kept=kept)
-        return await self._scored(group, buffer)
+            group = await self._generate(prompt, num_samples, sampling=sampling or self._samplings[greedy], urgency=urgency, kept=kept)
+        return await self._scored(group, buffer, score or self._score)
 
     async def make_with_baseline(self, prompt: Prompt, *, num_samples: int, buffer: Buffer) -> Group:
         """Make a group whose rewards have the greedy response's as component `greedy_baseline`."""
@@ -132,12 +135,12 @@ class GroupMaker:
         lacks_experts = self._pool.address.mixture is not None and any(sample.routed_experts is None for sample in group.samples)
         return None if lacks_experts else group
 
-    async def _scored(self, group: Group, buffer: Buffer | None) -> Group:
+    async def _scored(self, group: Group, buffer: Buffer | None, score: Score | None) -> Group:
         """Return the group with rewards; while rewards are slow, keep the samples in `buffer`."""
-        if self._score is None:
+        if score is None:
             return group
         parts = trajectories(group.samples)
-        scoring = asyncio.gather(*(self._score(part[-1]) for part in parts))
+        scoring = asyncio.gather(*(score(part[-1]) for part in parts))
         try:
             if buffer is not None:
                 await asyncio.wait([scoring], timeout=SLOW_REWARD_S)
@@ -160,7 +163,8 @@ class GroupMaker:
             generator = PoolGenerator(
                 self._pool,
                 seed=seed,
-                max_tokens=self._max_tokens,
+                # No micro-batch has to hold what is not trained on.
+                max_tokens=self._pool.address.context_length if urgency is Urgency.EVALUATION else self._max_tokens,
                 max_answer=sampling.max_tokens,
                 urgency=urgency,
                 arrival=arrival,
@@ -173,7 +177,7 @@ class GroupMaker:
         async def alone(number: int) -> Samples | Failure:
             async with self._places[urgency]:  # for all attempts: none waits behind later trajectories
                 for again in range(self._first_alone, ATTEMPTS):
-                    self.num_retries += bool(again)
+                    self.num_retries += bool(again) and urgency is not Urgency.EVALUATION
                     # No session name begins with a zero character.
                     found = await attempt(1, f"{seed}\0\0{number} {again}")
                     if not isinstance(found, Failure):
@@ -231,7 +235,8 @@ def _total(own: Reward | None, scored: Reward) -> Reward:
     """Return the sum of a rollout's `own` reward and the reward function's, each a component."""
     if own is None or own.value is None or scored.value is None:
         return scored
-    return Reward(scored.outcome, own.value + scored.value, components={**own.components, **scored.components, "function": scored.value})
+    parts = {**own.components, **scored.components, "function": scored.value}
+    return Reward(scored.outcome, own.value + scored.value, components=parts, answer=scored.answer)
 
 
 async def without_exit(call: Awaitable[Sequence[Sample]]) -> Sequence[Sample]:

@@ -1,4 +1,4 @@
-"""The rollout side of a run: batches of samples for training, and evaluation on held-out prompts.
+"""The rollout side of a run: batches of samples for training, and answers to held-out prompts.
 
     prompts ──► groups in the making ──► buffer ──► batch of a step
                 GroupMaker: rollout       (SQLite)   `next_batch` takes groups, and rejects
@@ -9,8 +9,8 @@ All coroutines run on one event loop.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,21 +29,22 @@ from megatron_rl.data.tokenizer import model_type
 from megatron_rl.engines.client import EngineClient, EnginePart
 from megatron_rl.engines.engine import EngineAddress
 from megatron_rl.engines.engine_pool import Urgency
+from megatron_rl.engines.sampling import Sampling
 from megatron_rl.errors import UserError, counted
 from megatron_rl.observe.console import PhaseProgress
 from megatron_rl.observe.failures import FailureLog
-from megatron_rl.observe.group_metrics import evaluation_metrics, failure_metrics, rollout_metrics, tail_metrics
-from megatron_rl.observe.metrics import Mean, Metric, Sum, merge_metrics
+from megatron_rl.observe.group_metrics import failure_metrics, rollout_metrics, tail_metrics
+from megatron_rl.observe.metrics import Mean, Metric, Sum
 from megatron_rl.plugins.kinds import Rollout
-from megatron_rl.rewards.runner import RewardRunner
+from megatron_rl.rewards.runner import RewardRunner, scores_of_sets
 from megatron_rl.rollout.engine_watch import watched_pool
-from megatron_rl.rollout.generator import cancel, together
+from megatron_rl.rollout.generator import cancel
 from megatron_rl.rollout.group_choice import Chosen, GroupChoice, IdenticalGroups, check_versions
-from megatron_rl.rollout.groups import GroupMaker
+from megatron_rl.rollout.groups import GroupMaker, Score
 from megatron_rl.rollout.opened_rollout import opened_rollout
 from megatron_rl.rollout.production import Production
 from megatron_rl.rollout.sample_checks import without_stale_tokens
-from megatron_rl.types import Failure, Group, Prompt, RewardOutcome, Sample, TrainBatch, last_samples
+from megatron_rl.types import Failure, Group, Prompt, RewardOutcome, TrainBatch, last_samples
 
 MAX_RESAMPLING_ROUNDS = 10
 IDLE_POLL_S = 0.02
@@ -64,11 +65,13 @@ class RolloutManager:
         prompts: RunPrompts,
         rollout: Rollout,
         rewards: RewardRunner | None,
+        scores: Mapping[str, Score],
         buffer: Buffer,
         connections: AsyncExitStack,
         say: Callable[[str], None],
     ) -> None:
         self.prompts, self._settings, self._buffer, self._connections = prompts, settings, buffer, connections
+        self._scores = scores  # of the sets with a reward function of their own
         max_tokens = settings.training.max_tokens_per_micro_batch * settings.training.topology.cp
         self.pool, self._watch = watched_pool(settings.rollout, longest_turn=settings.longest_sequence, max_tokens=max_tokens)
         self._maker = GroupMaker(
@@ -134,6 +137,9 @@ class RolloutManager:
                 rewards = stack.enter_context(RewardRunner(settings.reward, num_workers=reward_workers(), log_path=log_path, note=say))
                 for prompt in prompts.probes:
                     rewards.probe(prompt)
+            options: dict[str, Any] = {"num_workers": reward_workers(), "log_path": log_path, "note": say}
+            workers = stack.enter_context(ExitStack())
+            scores = scores_of_sets(settings.eval.sets, settings.reward, prompts=prompts.held_out, stack=workers, **options)
             rollout = await stack.enter_async_context(
                 opened_rollout(
                     settings.rollout,
@@ -146,7 +152,8 @@ class RolloutManager:
             present = made_by(settings.data, settings.rollout, settings.reward, greedy=settings.objective.advantage.needs_greedy)
             opened = stack.enter_context(Buffer(buffer, made_by=present, note=say))
             connections = await stack.enter_async_context(AsyncExitStack())
-            manager = cls(settings, prompts=prompts, rollout=rollout, rewards=rewards, buffer=opened, connections=connections, say=say)
+            parts: dict[str, Any] = {"prompts": prompts, "rollout": rollout, "rewards": rewards, "scores": scores, "buffer": opened}
+            manager = cls(settings, **parts, connections=connections, say=say)
             # Aborted groups stay in flight in the buffer, and the next owner makes them again.
             stack.push_async_callback(cancel, manager.production.tasks)
             stack.push_async_callback(cancel, manager._returning)
@@ -162,12 +169,13 @@ class RolloutManager:
 
     async def join(self, addresses: Iterable[EngineAddress], *, serve_current: bool = False) -> None:
         """Open a client to each engine, for requests after the next sync, or `serve_current` ones."""
-        model = self._settings.model
+        model, rollout = self._settings.model, self._settings.rollout
+        longest = self._settings.eval.longest_response(rollout.sampling)
         for address in addresses:
             # The one long control call is a sync: an engine may read all of a large model.
             client = EngineClient(
                 address,
-                request_timeout_s=request_deadline_s(model, self._settings.rollout.sampling),
+                request_timeout_s=request_deadline_s(model, rollout.sampling.model_copy(update={"max_response_tokens": longest})),
                 control_timeout_s=sync_deadline_s(model),
             )
             self.pool.join(await self._connections.enter_async_context(client))
@@ -351,28 +359,10 @@ class RolloutManager:
 
     # Held-out prompts
 
-    async def evaluate(
-        self, *, progress: PhaseProgress, keep: Callable[[str, Sequence[Sample]], None] = lambda kind, samples: None
-    ) -> dict[str, Metric]:
-        """Return metrics of answers to held-out prompts, at temperature 0 and that of training.
-
-        Requests go before those of training groups. `keep` gets kind, greedy or sampled, and samples.
-        """
-
-        async def answer(prompt: Prompt, *, greedy: bool) -> Group:
-            group = await self._maker.make(prompt, num_samples=1, greedy=greedy, urgency=Urgency.EVALUATION)
-            progress.advance()
-            return group
-
-        shares: list[dict[str, Metric]] = []
-        for kind in ("greedy", "sampled"):
-            groups = await together(answer(prompt, greedy=kind == "greedy") for prompt in self.prompts.held_out)
-            failures = self._failures_of(groups)
-            self._rollout_failures.check(failures, total=len(groups))
-            samples = [sample for group in groups for sample in group.samples]
-            keep(kind, samples)
-            shares += [evaluation_metrics(samples, kind=kind), {"eval/rollout_failures": Sum(len(failures))}]
-        return merge_metrics(shares)
+    async def answer(self, prompt: Prompt, *, name: str, num_samples: int, sampling: Sampling) -> Group:
+        """Return `num_samples` answers to a prompt of the set `name`, ahead of training groups, with the rewards of the set."""
+        of_set: dict[str, Any] = {"sampling": sampling, "score": self._scores.get(name), "urgency": Urgency.EVALUATION}
+        return await self._maker.make(prompt, num_samples=num_samples, **of_set)
 
     def _failures_of(self, groups: Iterable[Group]) -> list[Failure]:
         """Return the failed trajectories, each with prompt and plug-in in the trace."""

@@ -161,7 +161,7 @@ def engine_arguments(settings: Settings, *, model: "EngineModel", device_kind: L
         device_kind=device_kind,
         dtype=dtype_name(settings.model, device_kind=device_kind),
         seed=settings.run.seed * settings.rollout.num_engines + number,
-        needs_tokenizer=bool(settings.rollout.sampling.stop) or settings.rollout.agent is not None,
+        needs_tokenizer=settings.eval.has_stop_strings(settings.rollout.sampling) or settings.rollout.agent is not None,
         records_routing=settings.training.routing_replay,
         colocated=settings.runtime.colocate,
         max_prompt_tokens=settings.data.max_prompt_tokens if settings.rollout.is_single_turn else None,

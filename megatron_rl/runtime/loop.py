@@ -31,6 +31,5 @@ def train_loop(run: Run, *, first_step: int) -> None:
         if run.saves_after(step):
             run.save(step=step + 1)
         run.publish(version=step + 1)
-        if run.evaluates_after(step):
-            run.evaluate()
+        run.evaluate(step=step + 1)
         run.log(step=step + 1)

@@ -7,7 +7,7 @@ accepted values, so importing them is the greatest cost: a few seconds.
 import os
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from functools import partial
 from math import prod
@@ -19,6 +19,7 @@ import torch
 from megatron_rl.algorithms.objective import Objective
 from megatron_rl.algorithms.plug_in import PlugInAdvantage, PlugInLoss
 from megatron_rl.config.checks import gpu_contradictions, setting_notes
+from megatron_rl.config.eval_sets import EvalSettings
 from megatron_rl.config.messages import joined_error
 from megatron_rl.config.settings import (
     DataSettings,
@@ -27,6 +28,7 @@ from megatron_rl.config.settings import (
     RolloutSettings,
     RunSettings,
     RuntimeSettings,
+    SamplingSettings,
     Settings,
     TopologySettings,
     TrainingSettings,
@@ -104,9 +106,10 @@ def preflight(settings: Settings, *, resume: bool = False, probe: bool = True) -
         checks.append(partial(require, data.source, "data_source", data.args))
     if probe:
         reward = None if settings.supervised else settings.reward
-        checks.append(partial(_check_rows, data, model.path, reward, seed=run.seed))
+        checks.append(partial(_check_rows, data, settings.eval, model.path, reward, seed=run.seed))
     else:
-        checks += [partial(_check_found, path) for path in (*(files.path for files in data.sources), data.eval) if path is not None]
+        paths = (*(files.path for files in data.sources), *(each.data for each in settings.eval.sets.values()))
+        checks += [partial(_check_found, path) for path in dict.fromkeys(paths)]
         checks += [] if settings.supervised else [partial(_check_reward, settings.reward)]
     checks.append(partial(_check_disk, run, model.path, has_critic=settings.objective.has_critic))
     if runtime.ray_address is None and local_device().kind == "cpu":
@@ -154,8 +157,8 @@ def _config_checks(settings: Settings, target: Target) -> Checks:
     if not settings.supervised:
         path, directory = settings.model.path, settings.run.directory
         checks.append(partial(_check_rollout, rollout, path, directory=directory, replays=training.routing_replay))
-        prompt, sampling = settings.data.max_prompt_tokens, rollout.sampling
-        checks.append(lambda: check_tokens(read_model_spec(path), path=path, max_prompt_tokens=prompt, sampling=sampling))
+        sets = {f"eval.sets.{name}.sampling": one.sampling.over(rollout.sampling) for name, one in settings.eval.sets.items()}
+        checks.append(partial(_check_tokens, path, settings.data.max_prompt_tokens, {"rollout.sampling": rollout.sampling, **sets}))
     return checks
 
 
@@ -245,12 +248,19 @@ def _check_found(path: Path) -> None:
     data_paths(path)
 
 
-def _check_rows(data: DataSettings, model: Path, reward: RewardSettings | None, *, seed: int) -> list[str]:
-    """Check every row of the data files, and the reward function on first rows; None is for supervised training."""
-    prompts = RunPrompts.read(model, data, seed=seed, supervised=reward is None)
-    if reward is not None and reward.function is not None:
-        with RewardRunner(reward) as runner:
-            for prompt in prompts.probes:
+def _check_tokens(path: Path, max_prompt_tokens: int, samplings: Mapping[str, SamplingSettings]) -> None:
+    for name, sampling in samplings.items():
+        check_tokens(read_model_spec(path), path=path, max_prompt_tokens=max_prompt_tokens, sampling=sampling, name=name)
+
+
+def _check_rows(data: DataSettings, evaluation: EvalSettings, model: Path, reward: RewardSettings | None, *, seed: int) -> list[str]:
+    """Check every row of the data files, and the reward functions on first rows; None is for supervised training."""
+    prompts = RunPrompts.read(model, data, sets=evaluation.sets, seed=seed, supervised=reward is None)
+    tried = [] if reward is None or reward.function is None else [(reward, prompts.probes)]
+    tried += [(one.reward.of(reward), prompts.held_out[name][:1]) for name, one in evaluation.sets.items() if reward and one.reward]
+    for settings, probes in tried:
+        with RewardRunner(settings) as runner:
+            for prompt in probes:
                 runner.probe(prompt)
     return list(prompts.notes)
 

@@ -4,10 +4,10 @@
 weights to them; `supervised_run.SupervisedRun` reads batches from a file.
 """
 
-import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,17 +25,17 @@ from megatron_rl.checkpoints.run_checkpoints import (
     newest_checkpoint,
     oldest_step,
 )
-from megatron_rl.config.derived import FEWEST_REQUESTS, request_deadline_s, reward_workers, sync_deadline_s
-from megatron_rl.config.settings import ModelSettings, RewardSettings, RolloutSettings, Settings
+from megatron_rl.config.derived import sync_deadline_s
+from megatron_rl.config.settings import Settings
 from megatron_rl.errors import CheckpointError, DeadlineError, MegatronRLError, ParityError, UserError, counted
 from megatron_rl.observe.console import PhaseProgress
 from megatron_rl.observe.metrics import Mean, Metric, metric_values
 from megatron_rl.observe.summary import asked_to_end, status_of
-from megatron_rl.rollout.groups import ATTEMPTS, CANCEL_S, most_alone
 from megatron_rl.rollout.manager import MAX_RESAMPLING_ROUNDS, RolloutManager
 from megatron_rl.runtime.agreement import Agreement
 from megatron_rl.runtime.colocation import Phase, SharedDevices
 from megatron_rl.runtime.grace import finishing_first
+from megatron_rl.runtime.run_evaluations import RunEvaluations, generation_deadline_s
 from megatron_rl.runtime.run_records import RunRecords
 from megatron_rl.runtime.trainers import TrainerGroup
 from megatron_rl.runtime.watchdog import Watchdog
@@ -74,8 +74,8 @@ class Run(ABC):
         """Give the trainer's weights to the engines, if any."""
         return
 
-    def evaluate(self) -> None:
-        """Evaluate the present weights, where engines answer held-out prompts."""
+    def evaluate(self, *, step: int, goes_on: bool = False) -> None:
+        """Evaluate the weights after `step` steps, where engines answer held-out prompts."""
         return
 
     @abstractmethod
@@ -145,11 +145,6 @@ class Run(ABC):
         with finishing_first(), self._records.phase("save"):
             self._records.say(*self._checkpoints.finish())
             self._forget(before_step=oldest_step(self._directory))
-
-    def evaluates_after(self, step: int) -> bool:
-        """Return True for every eval_interval-th step and the last."""
-        interval = self._settings.run.eval_interval
-        return interval > 0 and ((step + 1) % interval == 0 or step + 1 == self.num_steps)
 
     def log(self, *, step: int) -> None:
         """Write and show all measurements since the last call, under the first `step` steps."""
@@ -245,7 +240,11 @@ class Run(ABC):
 
 
 class RolloutRun(Run):
-    """A run on the engines of `manager`; `sync` gives engines the trainer's weights in `dtype`."""
+    """A run on the engines of `manager`; `sync` gives engines the trainer's weights in `dtype`.
+
+    An asynchronous run, whose engines have devices of their own, is evaluated while the next step
+    trains, and the evaluation ends before the weights change: its answers are of one version.
+    """
 
     def __init__(
         self,
@@ -261,6 +260,7 @@ class RolloutRun(Run):
     ) -> None:
         super().__init__(settings, ranks=ranks, records=records, devices=devices)
         self._manager, self._sync, self._watchdog = manager, sync, watchdog
+        self._evaluations = RunEvaluations(settings, manager, watchdog=watchdog, wait=self._wait_for_samples, records=records)
         self._agreement = Agreement(settings, dtype=dtype, manager=manager, wait=self._wait, records=records)
         self._version: int | None = None  # of the trainer's weights, where engines serve them, too
         self._generation_deadline_s = partial(generation_deadline_s, settings.model, settings.rollout, settings.reward)
@@ -277,7 +277,7 @@ class RolloutRun(Run):
             self._sync_weights(self._version)
             self._ranks_are_idle = idle
 
-    def _wait_for_samples(self, work: Coroutine[Any, Any, Result], *, name: str, timeout_s: float) -> Result:
+    def _wait_for_samples(self, work: "Coroutine[Any, Any, Result] | Future[Result]", *, name: str, timeout_s: float) -> Result:
         """Wait for samples while the ranks are idle; finish a written save meanwhile."""
         self._ranks_are_idle = True
 
@@ -298,8 +298,7 @@ class RolloutRun(Run):
         self._agreement.check_weights(partial(self.publish, version=step), resumed=step > 0)
         probe = self._probe()
         self._agreement.check_log_probs(probe, self._ranks.log_probs)
-        if step == 0 or self.evaluates_after(step - 1):
-            self.evaluate()
+        self.evaluate(step=step, goes_on=True)
         self.log(step=step)
 
     def _make_batch(self, step: int, *, progress: PhaseProgress) -> tuple[TrainBatch, dict[str, Metric]]:
@@ -338,8 +337,15 @@ class RolloutRun(Run):
         overlap_s, train_s = self._manager.busy_s - busy_before_s, time.perf_counter() - start_s
         self._records.add({"rollout/overlap_fraction": Mean(min(overlap_s, train_s), train_s)})
 
+    def save(self, *, step: int, at_the_end: bool = False) -> None:
+        """Save as `Run.save`, with the results of all evaluations begun, which are in no later run."""
+        if not at_the_end:
+            self._evaluations.finish()
+        super().save(step=step, at_the_end=at_the_end)
+
     def publish(self, *, version: int) -> None:
-        """Sync the engines' weights."""
+        """Sync the engines' weights, when no evaluation of the present ones is in progress."""
+        self._evaluations.finish()
         self._records.add(self._sync_weights(version))
 
     def _sync_weights(self, version: int) -> dict[str, Metric]:
@@ -352,16 +358,14 @@ class RolloutRun(Run):
         self._version = version
         return found
 
-    def evaluate(self) -> None:
-        """Evaluate the present weights, where there are held-out prompts."""
-        num_prompts = len(self._manager.prompts.held_out)
-        if not num_prompts or not self._settings.run.eval_interval:
+    def evaluate(self, *, step: int, goes_on: bool = False) -> None:
+        """Evaluate the weights after `step` steps on the sets that are due, where a killed run was if it `goes_on`."""
+        if not self._evaluations.due(step):
             return
         self._take_devices(Phase.GENERATION)
-        with self._records.phase("eval", total=2 * num_prompts, unit="prompts") as progress:
-            timeout_s = 2 * self._generation_deadline_s(num_samples=num_prompts)
-            metrics = self._wait_for_samples(self._manager.evaluate(progress=progress), name="evaluation", timeout_s=timeout_s)
-        self._records.add_evaluation(metrics)
+        self._evaluations.begin(step=step, goes_on=goes_on)
+        if not self._settings.rollout.max_staleness or self._devices is not None or step == self.num_steps:
+            self._evaluations.finish(late=False)
 
     def _stop_batches(self, error: BaseException) -> None:
         # A dead engine fails no wait for the ranks, and the ranks are well.
@@ -378,21 +382,6 @@ class RolloutRun(Run):
 
     def _forget(self, *, before_step: int) -> None:
         self._wait(self._manager.forget(before_step=before_step), name="pruning the buffer")
-
-
-def generation_deadline_s(
-    model: ModelSettings, rollout: RolloutSettings, reward: RewardSettings, *, num_samples: int, num_workers: int | None = None
-) -> float:
-    """Return the deadline in seconds for `num_samples` trajectories with rewards.
-
-    Every call is assumed to keep its own deadline. One wave more than the samples fill is allowed,
-    because groups end unevenly and a baseline may be generated first. Environments and agents also
-    need a place of `most_alone`. `num_workers` score rewards, by default this machine's.
-    """
-    num_slots = rollout.num_engines * (rollout.max_concurrent_requests or FEWEST_REQUESTS)
-    waves = 1 + math.ceil(num_samples / min(num_slots, most_alone(rollout) if rollout.is_hosted else num_slots))
-    wave_s = max(request_deadline_s(model, rollout.sampling), ATTEMPTS * (rollout.timeout_s + CANCEL_S))
-    return waves * wave_s + math.ceil(num_samples / (num_workers or reward_workers())) * reward.timeout_s
 
 
 def _identity(directory: Path) -> tuple[int, int]:

@@ -2,12 +2,13 @@
 
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from megatron_rl.checkpoints.run_checkpoints import POLICY_LINK, SETTINGS_FILE, checkpoint_paths
 from megatron_rl.config.settings import RunSettings
 from megatron_rl.errors import UserError, counted
+from megatron_rl.evaluation.evaluator import SetResult
 from megatron_rl.observe.console import PhaseProgress, RunConsole
 from megatron_rl.observe.memory import PeakMemory
 from megatron_rl.observe.metrics import Max, Mean, Metric, merge_metrics, metric_values
@@ -29,10 +30,12 @@ class RunRecords:
         self._last_evaluation: dict[str, float] = {}
 
     @contextmanager
-    def phase(self, name: str, *, clock: str | None = None, total: int | None = None, unit: str = "") -> Iterator[PhaseProgress]:
-        """Show the phase `name` and measure the time, under `clock` where given."""
-        with self._timer.measure(clock or name), self._console.phase(name, total=total, unit=unit) as progress:
-            yield progress
+    def phase(
+        self, name: str, *, clock: str | None = None, total: int | None = None, unit: str = "", progress: PhaseProgress | None = None
+    ) -> Iterator[PhaseProgress]:
+        """Show the phase `name`, or one with `progress` already, and measure the time, under `clock` where given."""
+        with self._timer.measure(clock or name), self._console.phase(name, total=total, unit=unit, progress=progress) as shown:
+            yield shown
 
     def say(self, *sentences: str) -> None:
         """Print sentences."""
@@ -47,11 +50,17 @@ class RunRecords:
         """Measure the phase `name` beside the others, by the seconds that pass on `clock`."""
         self._clocks[name] = clock, 0.0
 
-    def add_evaluation(self, metrics: dict[str, Metric]) -> None:
-        """Add an evaluation; the first and the last one are in the summary."""
-        self._last_evaluation = metric_values(metrics)
-        self.first_evaluation = self.first_evaluation or self._last_evaluation
-        self.add(metrics)
+    def add_evaluation(self, results: Iterable[SetResult], *, step: int, late: bool) -> None:
+        """Add an evaluation to the row of `step`, which is written where `late`; the summary has each set's first and last."""
+        for result in results:
+            values = metric_values(result.metrics)
+            self.first_evaluation, self._last_evaluation = {**values, **self.first_evaluation}, {**self._last_evaluation, **values}
+            if late or result.failures:
+                self.say(f"evaluation after step {step}: {result}")
+            if late:
+                self._sinks.log(step, values)
+            else:
+                self.add(result.metrics)
 
     def so_far(self, *, durable: bool = False) -> dict[str, float]:
         """Return all measurements since the last log; with `durable`, earlier rows are on the disk."""
@@ -99,17 +108,12 @@ class RunRecords:
     def write_summary(self, status: str, *, steps: int, go_on: str = "") -> None:
         """Write the outcome after `steps` trained steps, with the command that continues the run."""
         saved = checkpoint_paths(self._run.directory)
-        first, last = self.first_evaluation, self._last_evaluation
         summary = Summary(
             status=status,
             steps=steps,
             seed=self._run.seed,
-            accuracy_before=first.get("eval/accuracy_greedy"),
-            accuracy_after=last.get("eval/accuracy_greedy"),
-            accuracy_sampled_before=first.get("eval/accuracy_sampled"),
-            accuracy_sampled_after=last.get("eval/accuracy_sampled"),
-            reward_before=first.get("eval/reward_greedy"),
-            reward_after=last.get("eval/reward_greedy"),
+            evaluation_before={name.removeprefix("eval/"): value for name, value in self.first_evaluation.items()},
+            evaluation_after={name.removeprefix("eval/"): value for name, value in self._last_evaluation.items()},
             seconds={name: round(value, 2) for name, value in self._timer.totals().items()},
             peak_memory_bytes=self._memory.peak_bytes,
             checkpoint=str((saved[-1] / "hf").resolve()) if saved else None,

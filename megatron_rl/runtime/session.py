@@ -4,13 +4,11 @@ Ray reads the environment at import, and this module imports Ray:
 `ray_session.prepare_environment` comes before the import of this module.
 """
 
-import json
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 from megatron_rl.checkpoints.run_checkpoints import SETTINGS_FILE, newest_checkpoint
 from megatron_rl.config.derived import dtype_name
@@ -18,9 +16,9 @@ from megatron_rl.config.load import dump_settings
 from megatron_rl.config.settings import ModelSettings, Settings
 from megatron_rl.data.buffer import BUFFER_FILE
 from megatron_rl.errors import CheckpointError, MegatronRLError, ResumableError, WorkerDiedError
-from megatron_rl.observe.console import RL_COLUMNS, RL_COLUMNS_WITHOUT_REFERENCE, SUPERVISED_COLUMNS, Column, RunConsole
+from megatron_rl.evaluation.evaluator import SetResult, weight_files
+from megatron_rl.observe.console import SUPERVISED_COLUMNS, RunConsole, rl_columns
 from megatron_rl.observe.memory import PeakMemory
-from megatron_rl.observe.metrics import metric_values
 from megatron_rl.observe.sinks import Sinks
 from megatron_rl.observe.summary import SUMMARY_FILE, asked_to_end, signal_of
 from megatron_rl.observe.timing import PhaseTimer
@@ -29,21 +27,18 @@ from megatron_rl.runtime.cluster import cluster_capability, cluster_device_kind
 from megatron_rl.runtime.engine_model import evaluated_model
 from megatron_rl.runtime.engines import weight_sync
 from megatron_rl.runtime.loop import train_loop
-from megatron_rl.runtime.run import Run, generation_deadline_s
+from megatron_rl.runtime.run import Run
+from megatron_rl.runtime.run_evaluations import evaluation_deadline_s, make_evaluator
 from megatron_rl.runtime.run_records import RunRecords
 from megatron_rl.runtime.start import RunStart, StartReport
 from megatron_rl.runtime.trainers import spare_what_is_loaded
 from megatron_rl.system.device import chosen_row_maths, quiet_megatron_imports
 from megatron_rl.system.files import disk_errors, write_atomic
 from megatron_rl.system.leftovers import remove_leftovers, scratch_directory
-from megatron_rl.types import Sample
 
 with quiet_megatron_imports():
     from megatron_rl.models.attention.attention_choice import attention_name, resolve_attention
     from megatron_rl.models.read_spec import read_model_spec
-
-EVALUATION_FILE = "evaluation.json"
-"""Of `eval`, in the run directory: its metrics; the samples stand beside it in evaluation.jsonl."""
 
 
 def train(settings: Settings, *, resume: bool, weights_only: bool = False) -> None:
@@ -53,7 +48,8 @@ def train(settings: Settings, *, resume: bool, weights_only: bool = False) -> No
     """
     timer, directory = PhaseTimer(), settings.run.directory
     with ExitStack() as stack:
-        columns = _columns(supervised=settings.supervised, keeps_reference=settings.training.keeps_reference(settings.objective))
+        keeps_reference = settings.training.keeps_reference(settings.objective)
+        columns = SUPERVISED_COLUMNS if settings.supervised else rl_columns(tuple(settings.eval.sets), keeps_reference=keeps_reference)
         console = stack.enter_context(RunConsole(settings.run.num_steps, columns=columns))
         memory = stack.enter_context(PeakMemory(os.getpid()))
         with _announcing_failure(console, directory):
@@ -81,12 +77,6 @@ def train(settings: Settings, *, resume: bool, weights_only: bool = False) -> No
                 spare_what_is_loaded()
                 train_loop(run, first_step=first_step)
                 run.finish()
-
-
-def _columns(*, supervised: bool, keeps_reference: bool) -> tuple[Column, ...]:
-    if supervised:
-        return SUPERVISED_COLUMNS
-    return RL_COLUMNS if keeps_reference else RL_COLUMNS_WITHOUT_REFERENCE
 
 
 def _clean_up(console: RunConsole) -> None:
@@ -141,15 +131,14 @@ def _announcing_failure(console: RunConsole, directory: Path) -> Iterator[None]:
         raise
 
 
-def evaluate(settings: Settings) -> None:
-    """Evaluate model.path on data.eval with engines alone; print the result, and keep it with the samples. Raises as `train`."""
-    result, kept = settings.run.directory / EVALUATION_FILE, list[dict[str, Any]]()
+def evaluate(settings: Settings) -> list[SetResult]:
+    """Evaluate model.path on eval.sets with engines alone; keep answers and results in run.directory. Raises as `train`.
 
-    def keep(kind: str, samples: Sequence[Sample]) -> None:
-        kept.extend(_sample_record(sample, kind=kind) for sample in samples)
-
-    with disk_errors(result):
-        result.parent.mkdir(parents=True, exist_ok=True)
+    After a kill it goes on, where model and settings are the same.
+    """
+    directory, names = settings.run.directory, tuple(settings.eval.sets)
+    with disk_errors(directory):
+        directory.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         console = stack.enter_context(RunConsole(1))
         _clean_up(console)
@@ -158,39 +147,17 @@ def evaluate(settings: Settings) -> None:
             start = RunStart(settings, stack, report)
             # Nothing is trained on, so nothing has to be kept.
             manager = start.open_manager(stack.enter_context(scratch_directory()).path / BUFFER_FILE, trains=False)
+            evaluator = make_evaluator(settings, manager)
             reservation = start.reserve(trains=False)
             dtype = dtype_name(settings.model, device_kind=reservation.device_kind)
-            model = evaluated_model(settings.model.path, directory=settings.run.directory, dtype=dtype, note=report.note)
+            model = evaluated_model(settings.model.path, directory=directory, dtype=dtype, note=report.note)
             engines = start.place_engines(stack.enter_context(model), reservation)
             with report.part("engines"):
                 # The engines evaluate the weights of their start.
                 start.join(manager, engines, engines.begin_start(), serve_current=True)
         console.say(str(report))
-        num_prompts = len(manager.prompts.held_out)
-        with console.phase("eval", total=2 * num_prompts, unit="prompts") as progress:
-            timeout_s = 2 * generation_deadline_s(settings.model, settings.rollout, settings.reward, num_samples=num_prompts)
-            evaluation = manager.evaluate(progress=progress, keep=keep)
-            metrics = start.watchdog.wait(evaluation, name="evaluation", owner="the engines", timeout_s=timeout_s)
-        values = metric_values(metrics)
-        for name, value in values.items():
-            console.say(f"{name:<28} {value:.4f}")
-        write_atomic(result.with_suffix(".jsonl"), "".join(f"{json.dumps(record, ensure_ascii=False)}\n" for record in kept))
-        about = {"model": str(settings.model.path), "data": str(settings.data.eval), "seed": settings.run.seed, "metrics": values}
-        write_atomic(result, json.dumps(about, indent=2) + "\n")
-        console.say(f"result   {result}\nsamples  {result.with_suffix('.jsonl')}")
-
-
-def _sample_record(sample: Sample, *, kind: str) -> dict[str, Any]:
-    """Return what a line of evaluation.jsonl says of a sample; `kind` is greedy or sampled."""
-    reward = sample.reward
-    return {
-        "kind": kind,
-        "prompt_id": sample.prompt.id,
-        "prompt": sample.prompt.text,
-        "label": sample.prompt.label,
-        "response": sample.response_text,
-        "num_tokens": len(sample.response_ids),
-        "stop_reason": sample.stop_reason.value,
-        **({} if reward is None else {"outcome": reward.outcome.value, "reward": reward.value, "components": dict(reward.components)}),
-        **({"message": reward.message} if reward is not None and reward.message else {}),
-    }
+        with console.phase("eval", total=evaluator.num_prompts(names), unit="prompts") as progress:
+            facts = {"model": str(settings.model.path), "files": weight_files(settings.model.path), "dtype": dtype}
+            running = evaluator.run(names, directory=directory, facts=facts, goes_on=True, advance=progress.advance)
+            timeout_s = evaluation_deadline_s(settings, num_samples=evaluator.num_answers(names))
+            return start.watchdog.wait(running, name="evaluation", owner="the engines", timeout_s=timeout_s)

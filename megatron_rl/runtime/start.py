@@ -148,7 +148,7 @@ class RunStart:
 
     def _read_prompts(self, **kind: bool) -> RunPrompts:
         settings = self._settings
-        prompts = RunPrompts.read(settings.model.path, settings.data, seed=settings.run.seed, **kind)
+        prompts = RunPrompts.read(settings.model.path, settings.data, sets=settings.eval.sets, seed=settings.run.seed, **kind)
         for note in prompts.notes:
             self._report.note(note)
         return prompts

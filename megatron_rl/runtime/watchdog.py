@@ -92,7 +92,13 @@ class Watchdog:
 
     @overload
     def wait(
-        self, work: Coroutine[Any, Any, Result], *, name: str, owner: str, timeout_s: float, meanwhile: Callable[[], None] | None = None
+        self,
+        work: "Coroutine[Any, Any, Result] | concurrent.futures.Future[Result]",
+        *,
+        name: str,
+        owner: str,
+        timeout_s: float,
+        meanwhile: Callable[[], None] | None = None,
     ) -> Result: ...
 
     @overload
@@ -100,14 +106,14 @@ class Watchdog:
 
     def wait(
         self,
-        work: Coroutine[Any, Any, Any] | Sequence[Work],
+        work: Coroutine[Any, Any, Any] | Future | Sequence[Work],
         *,
         name: str,
         owner: str,
         timeout_s: float,
         meanwhile: Callable[[], None] | None = None,
     ) -> Any:
-        """Wait for a coroutine and return the result, or for several pieces of work, results in order.
+        """Wait for a coroutine, or one begun, and return the result, or for several pieces of work, results in order.
 
         `name` describes the work, `owner` the worker; several owners are numbered. Every
         MEANWHILE_S seconds of a long wait `meanwhile` is called.
@@ -118,10 +124,10 @@ class Watchdog:
                 `meanwhile`.
         """
         if isinstance(work, Sequence):
-            owners = {self._begin(item): f"{owner} {number}" for number, item in enumerate(work)}
+            owners = {self.begin(item): f"{owner} {number}" for number, item in enumerate(work)}
             self._wait(owners, name=name, timeout_s=timeout_s)
             return [future.result() for future in owners]
-        future = self._begin(work)
+        future = self.begin(work)
         try:
             self._wait({future: owner}, name=name, timeout_s=timeout_s, meanwhile=meanwhile)
         except (SystemExit, KeyboardInterrupt):
@@ -139,11 +145,11 @@ class Watchdog:
         except BaseException:
             # A plug-in that blocks the loop must not hide the error.
             with suppress(TimeoutError):
-                self._begin(context.__aexit__(None, None, None)).result(timeout=CLOSE_S)
+                self.begin(context.__aexit__(None, None, None)).result(timeout=CLOSE_S)
             raise
-        self._begin(context.__aexit__(None, None, None)).result(timeout=CLOSE_S)
+        self.begin(context.__aexit__(None, None, None)).result(timeout=CLOSE_S)
 
-    def _begin(self, work: Work) -> Future:
+    def begin(self, work: Work) -> Future:
         """Start the work, if a coroutine; the caller cancels the future to abandon the work."""
         if isinstance(work, concurrent.futures.Future):
             return work

@@ -39,11 +39,16 @@ def check_model(model: ModelSettings, training: TrainingSettings, spec: ModelSpe
     check_routing_replay(model, training, spec)
 
 
-def check_tokens(spec: ModelSpec, *, path: Path, max_prompt_tokens: int, sampling: SamplingSettings) -> None:
-    """Raise UserError when the model of `spec` at `path` cannot attend to a whole response, or lacks a stop token."""
+def check_tokens(
+    spec: ModelSpec, *, path: Path, max_prompt_tokens: int, sampling: SamplingSettings, name: str = "rollout.sampling"
+) -> None:
+    """Raise UserError when the model of `spec` at `path` cannot attend to a whole response, or lacks a stop token.
+
+    `name` is the section of the settings that has `sampling`.
+    """
     response, context = sampling.max_response_tokens, spec.max_position_embeddings
     total = max_prompt_tokens + response
-    tokens = f"data.max_prompt_tokens {max_prompt_tokens} + rollout.sampling.max_response_tokens {response} = {total}"
+    tokens = f"data.max_prompt_tokens {max_prompt_tokens} + {name}.max_response_tokens {response} = {total}"
     if spec.rotary.kind == "longrope" and total > spec.rotary.original_max_position_embeddings:
         raise UserError(
             f"{tokens} tokens, more than the {spec.rotary.original_max_position_embeddings} (original_max_position_embeddings) up to which "
@@ -57,6 +62,5 @@ def check_tokens(spec: ModelSpec, *, path: Path, max_prompt_tokens: int, samplin
     beyond = [token for token in sampling.stop_token_ids if token >= spec.vocab_size]
     if beyond:
         raise UserError(
-            f"rollout.sampling.stop_token_ids has {beyond[0]}, needs ids below vocab_size {spec.vocab_size} of config.json in {path}; "
-            "remove it"
+            f"{name}.stop_token_ids has {beyond[0]}, needs ids below vocab_size {spec.vocab_size} of config.json in {path}; remove it"
         )

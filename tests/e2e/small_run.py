@@ -7,12 +7,13 @@ from typing import Any
 
 import psutil
 
-SIZES = ("data.prompts_per_step=16", "data.samples_per_prompt=4", "run.eval_interval=2", "training.schedule.warmup_steps=1")
+SIZES = ("data.prompts_per_step=16", "data.samples_per_prompt=4", "eval.interval=2", "training.schedule.warmup_steps=1")
 
 
 def rl_arguments(task: Path, directory: Path, *overrides: str) -> list[str]:
     """The command line's arguments for a run in `directory` on the model and the data of `task`."""
-    paths = (f"model.path={task}/model", f"data.train={task}/train.jsonl", f"data.eval={task}/held_out.jsonl")
+    held_out = (f"eval.sets.{name}.data={task}/held_out.jsonl" for name in ("greedy", "sampled"))
+    paths = (f"model.path={task}/model", f"data.train={task}/train.jsonl", *held_out)
     return ["train", "examples/arithmetic/grpo.yaml", f"run.directory={directory}", *paths, *SIZES, *overrides]
 
 

@@ -27,11 +27,11 @@ def test_an_example_of_agents(name: str, tmp_path: Path, finish: Callable[..., N
     make_task(name, task, seed=1)
     paths = (f"run.directory={warm}", f"model.path={task}/model", f"data.train={task}/supervised.jsonl")
     finish(tmp_path / "sft.txt", *sft, *paths, "run.num_steps=30")
-    paths = (f"run.directory={rl}", f"model.path={warm}/huggingface", f"data.train={task}/train.jsonl", f"data.eval={task}/held_out.jsonl")
+    paths = (f"run.directory={rl}", f"model.path={warm}/huggingface", f"data.train={task}/train.jsonl")
     sizes = (
         "run.num_steps=2",
         "training.schedule.warmup_steps=1",
-        "run.eval_interval=0",
+        "eval.sets={}",
         "data.prompts_per_step=2",
         "data.samples_per_prompt=2",
     )

@@ -134,7 +134,7 @@ def test_a_colocated_run_resumes(task: Path, tmp_path: Path, start: Callable[...
 @pytest.mark.timeout(900)
 def test_a_killed_asynchronous_run_goes_on_under_the_same_rule(task: Path, tmp_path: Path, start: Callable[..., Any]) -> None:
     directory = tmp_path / "run"
-    overrides = ("rollout.max_staleness=1", "run.num_steps=1000", "run.save_interval=2", "run.eval_interval=0")
+    overrides = ("rollout.max_staleness=1", "run.num_steps=1000", "run.save_interval=2", "eval.interval=0")
     run = start(*arguments(task, directory, *overrides, "objective.proximal=rollout"))
     run.wait_for("  5/1000")
     run.descendants()

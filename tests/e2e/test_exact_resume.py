@@ -209,7 +209,7 @@ def test_a_run_that_was_ended_four_times_is_the_run_that_was_not(
     assert_same_run(directory, whole)
     summary, expected = read_summary(directory), read_summary(whole)
     assert summary is not None and expected is not None
-    assert (summary.status, summary.steps, summary.accuracy_before) == (expected.status, NUM_STEPS, expected.accuracy_before)
+    assert (summary.status, summary.steps, summary.evaluation_before) == (expected.status, NUM_STEPS, expected.evaluation_before)
 
 
 @pytest.mark.slow
@@ -276,7 +276,7 @@ def test_a_kill_inside_a_group_costs_only_unfinished_answers(task: Path, tmp_pat
     directory = tmp_path / "run"
     words = ("run.num_steps=2", "rollout.sampling.max_response_tokens=40", "rollout.function=tests.e2e.one_by_one:slow_rollout")
     # Tokens of the second step are kept to the end.
-    command = (*rl_arguments(task, directory, REWARD, *words, "run.save_interval=1", "run.eval_interval=0"), "--resume")
+    command = (*rl_arguments(task, directory, REWARD, *words, "run.save_interval=1", "eval.interval=0"), "--resume")
     run, found = start(*command), {}
     deadline = time.monotonic() + WAIT_S
     while not found:

@@ -40,7 +40,7 @@ def test_supervised_start_then_rl(task: Path, tmp_path: Path, start: Callable[..
     assert first.survivors() == []
     summary = json.loads((rl / "summary.json").read_text())
     assert (summary["status"], summary["steps"]) == ("finished", 2)
-    assert 0 <= summary["accuracy_before"] <= 1
+    assert 0 <= summary["evaluation_before"]["greedy/accuracy"] <= 1
     assert summary["peak_memory_bytes"] > 2**29
     assert AutoModelForCausalLM.from_pretrained(summary["checkpoint"]).num_parameters() > 0
     assert (rl / "curves.png").stat().st_size > 10_000
@@ -61,7 +61,7 @@ def steps_of(directory: Path) -> list[int]:
 def test_no_step_is_made_on_samples_that_were_changed(task: Path, tmp_path: Path, start: Callable[..., Any], change: str) -> None:
     directory = tmp_path / "run"
     changed = ("rollout.function=tests.e2e.changed_samples:rollout", f"rollout.args.change={change}")
-    run = start(*rl_arguments(task, directory, "run.num_steps=3", "run.eval_interval=0", "data.eval=null", "run.save_interval=1", *changed))
+    run = start(*rl_arguments(task, directory, "run.num_steps=3", "eval.sets={}", "run.save_interval=1", *changed))
     assert run.wait() == 1, run.output
     said = " ".join(run.output.split())
     assert re.search(
@@ -82,7 +82,7 @@ def test_a_signal_leaves_a_checkpoint_and_no_process(
     Without held-out data, which is the default.
     """
     directory = tmp_path / "run"
-    run = start(*rl_arguments(task, directory, "run.num_steps=1000", "run.save_interval=2", "data.eval=null", "run.eval_interval=0"))
+    run = start(*rl_arguments(task, directory, "run.num_steps=1000", "run.save_interval=2", "eval.sets={}"))
     run.wait_for("  2/1000")
     deadline = time.monotonic() + 30
     # A process that changes its threads or files meanwhile can be missed.
@@ -165,7 +165,7 @@ def test_an_engine_that_dies_is_started_again(
     words = (
         "run.num_steps=4",
         "run.save_interval=0",
-        "run.eval_interval=0",
+        "eval.interval=0",
         "reward.function=tests.e2e.one_by_one:slow_score",
         "reward.args.seconds=0.05",
         *engines,

@@ -55,18 +55,19 @@ def test_training_and_evaluating_from_codes(task: Path, tmp_path: Path, start: C
     assert_trained(start(*words), tmp_path / "rl")
     exported = json.loads((tmp_path / "rl/huggingface/config.json").read_text())
     assert "quantization_config" not in exported
-    first = metrics(tmp_path / "rl")[0]["eval/accuracy_greedy"]
+    first = metrics(tmp_path / "rl")[0]["eval/greedy/accuracy"]
 
     served = asyncio.run(scores(tmp_path / "rl/huggingface", tmp_path / "served.log"))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "rl/huggingface", dtype=torch.float32)
     expected = model(torch.from_numpy(TOKENS)[None]).logits[0].log_softmax(-1)[:-1].gather(1, torch.from_numpy(TOKENS)[1:, None])[:, 0]
     np.testing.assert_allclose(served[1:], expected.detach(), atol=1e-4)
 
-    words = rl_arguments(task, tmp_path / "eval", f"model.path={tmp_path / 'fp8'}")[1:]
-    evaluation = start("eval", *words)
+    data = f"eval.sets={{greedy: {{data: {task}/held_out.jsonl, sampling: {{temperature: 0}}}}}}"
+    evaluation = start("eval", tmp_path / "fp8", "examples/arithmetic/grpo.yaml", data, "--out", tmp_path / "eval")
     assert evaluation.wait() == 0, evaluation.output
-    assert re.search(rf"eval/accuracy_greedy +{first:.4f}", evaluation.output)
-    assert not (tmp_path / "eval/engine-weights").exists()
+    assert re.search(rf"accuracy +{first:.4f} ", evaluation.output)
+    assert json.loads((tmp_path / "eval/greedy.json").read_text())["estimates"]["accuracy"]["num"] == 50
+    assert not list((tmp_path / "eval").glob("engine-weights*"))
 
 
 INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}

@@ -53,7 +53,7 @@ def test_the_commands_of_the_readme_fit_together() -> None:
     task = Path(make[-1])
     assert (sft.model.path, sft.data.train) == (task / "model", task / "supervised.jsonl")
     assert (grpo.model.path, grpo.data.train) == (sft.run.directory / "huggingface", task / "train.jsonl")
-    assert score[-2:] == [str(grpo.run.directory / "huggingface"), str(grpo.data.eval)]
+    assert score[-2:] == [str(grpo.run.directory / "huggingface"), str(grpo.eval.sets["greedy"].data)]
 
 
 @pytest.mark.parametrize(

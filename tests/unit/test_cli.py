@@ -16,10 +16,11 @@ from megatron_rl import runtime
 from megatron_rl.cli import main
 from megatron_rl.config.help import FIRST_RUN
 from megatron_rl.config.load import load_settings
+from megatron_rl.config.settings import Settings
 from megatron_rl.config.settings_reference import setting_fields
 from megatron_rl.errors import EngineError, ResumableError, UserError
 
-SETTINGS = "run: {directory: runs/x}\nmodel: {path: model}\ndata: {train: train.jsonl, eval: eval.jsonl}\n"
+SETTINGS = "run: {directory: runs/x}\nmodel: {path: model}\ndata: {train: train.jsonl}\n"
 
 
 @pytest.fixture
@@ -127,14 +128,15 @@ def test_of_a_run_that_does_not_fit_the_plan_alone_is_printed(
 
 
 def test_eval_hands_over_resolved_settings(calls: list[tuple[str, Any]], config: str) -> None:
-    assert main(["eval", config, "model.path=other"]) == 0
+    assert main(["eval", config, "model.path=other", "eval.sets.a=rows.jsonl"]) == 0
     (first, _), (name, (settings, _)), *rest = calls
     assert (first, name, settings.model.path, rest) == ("prepare_environment", "evaluate", Path("other"), [])
+    assert settings.run.directory == Path("other-evaluation")
 
 
 def test_eval_without_data_is_refused(calls: list[tuple[str, Any]], config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["eval", config, "data.eval=null"]) == 2
-    assert "data.eval is not set" in capsys.readouterr().err
+    assert main(["eval", config]) == 2
+    assert "nothing to evaluate on" in capsys.readouterr().err
     assert calls == []
 
 
@@ -437,8 +439,16 @@ def test_output_without_a_character_for_a_letter_goes_on(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("given", [(), ("data.source=my:Source", "data.args={a: 1}"), ("data.train=gone.jsonl",)])
-def test_an_evaluation_asks_for_no_training_rows(given: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    evaluated: list[Any] = []
-    monkeypatch.setattr("megatron_rl.cli._session", lambda _settings: SimpleNamespace(evaluate=evaluated.append))
-    assert main(["eval", "run.directory=run", "model.path=model", "data.eval=held_out.jsonl", *given]) == 0
-    assert [settings.data.eval for settings in evaluated] == [Path("held_out.jsonl")]
+def test_an_evaluation_asks_for_no_training_rows(
+    given: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evaluated: list[Settings] = []
+    monkeypatch.setattr("megatron_rl.cli._session", lambda _settings: SimpleNamespace(evaluate=lambda one: evaluated.append(one) or []))
+    (tmp_path / "run" / "huggingface").mkdir(parents=True)
+    models = [str(tmp_path / "run"), str(tmp_path / "other")]
+    assert main(["eval", *models, "--data", "held-out.1.jsonl", "--samples", "4", "eval.sets.held-out_1.sampling.top_p=0.5", *given]) == 0
+    assert [str(each.model.path) for each in evaluated] == [f"{models[0]}/huggingface", models[1]]
+    assert [str(each.run.directory) for each in evaluated] == [f"{models[0]}/huggingface-evaluation", f"{models[1]}-evaluation"]
+    for settings in evaluated:
+        (held_out,) = settings.eval.sets.values()
+        assert (held_out.data, held_out.samples, held_out.sampling.top_p) == (Path("held-out.1.jsonl"), 4, 0.5)

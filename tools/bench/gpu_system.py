@@ -261,7 +261,7 @@ def _task(node: Node, sizes: Sizes) -> Iterator[tuple[Path, dict[str, str]]]:
     (node.directory / "coin.py").write_text(COIN)
     several = node.num_gpus > 1
     settings = {
-        "run": {"eval_interval": 0, "save_interval": 0},
+        "run": {"save_interval": 0},
         "model": {"path": str(model), "dtype": node.dtype},
         "data": {"train": str(node.directory / "train.jsonl"), "prompts_per_step": prompts, "samples_per_prompt": samples}
         | {"max_prompt_tokens": PROMPT_TOKENS},

@@ -101,12 +101,11 @@ def ours_settings(task: Path, directory: Path, *, steps: int) -> tuple[Path, lis
         f"run.directory={directory}",
         f"model.path={task / 'model'}",
         f"data.train={task / 'train.jsonl'}",
-        f"data.eval={task / 'held_out.jsonl'}",
         f"data.prompts_per_step={PROMPTS}",
         f"data.samples_per_prompt={SAMPLES}",
         f"rollout.sampling.max_response_tokens={RESPONSE_TOKENS}",
         f"training.optimizer.lr={LR}",
-        *(f"run.num_steps={steps}", "run.eval_interval=0", "run.save_interval=0", "training.schedule={}"),
+        *(f"run.num_steps={steps}", "eval.sets={}", "run.save_interval=0", "training.schedule={}"),
     ]
 
 

@@ -57,7 +57,7 @@ def print_table(directory: Path) -> None:
     print("|---|---|---|---|")
     for treatment, label in TREATMENTS.items():
         entropy = read(directory, treatment, "train/entropy")[1][:, -LAST_STEPS:].mean(1)
-        accuracies = [read(directory, treatment, f"eval/accuracy_{kind}")[1][:, -1] for kind in ("greedy", "sampled")]
+        accuracies = [read(directory, treatment, f"eval/{kind}/accuracy")[1][:, -1] for kind in ("greedy", "sampled")]
         cells = [" / ".join(f"{value:.3f}" for value in values) for values in (entropy, *accuracies)]
         print(f"| {label} | {cells[0]} | {cells[1]} | {cells[2]} |")
 

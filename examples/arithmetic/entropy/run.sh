@@ -17,7 +17,7 @@ export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 bash tools/setup_env.sh
 
 # Several optimizer steps on each batch, because a clip range acts only on what has moved since the batch was generated.
-common=(data.prompts_per_step=64 run.num_steps=30 run.eval_interval=15 run.save_interval=0
+common=(data.prompts_per_step=64 run.num_steps=30 eval.interval=15 run.save_interval=0
     training.optimizer_steps_per_batch=4 training.optimizer.lr=1.0e-4 training.optimizer.min_lr=1.0e-4 objective.policy_loss.high=0.2)
 
 train() {
@@ -31,7 +31,8 @@ for seed in 1 2 3; do
     [ -d "$base/task" ] || "$python" examples/arithmetic/make_task.py "$base/task" --seed "$seed"
     train "$base/sft" examples/arithmetic/sft.yaml run.seed="$seed" model.path="$base/task/model" data.train="$base/task/supervised.jsonl"
     grpo=(examples/arithmetic/grpo.yaml run.seed="$seed" model.path="$base/sft/huggingface"
-        data.train="$base/task/train.jsonl" data.eval="$base/task/held_out.jsonl" "${common[@]}")
+        data.train="$base/task/train.jsonl" eval.sets.greedy.data="$base/task/held_out.jsonl"
+        eval.sets.sampled.data="$base/task/held_out.jsonl" "${common[@]}")
     train "$base/none" "${grpo[@]}"
     train "$base/clip_higher" "${grpo[@]}" objective.policy_loss.high=1.0
     train "$base/static" "${grpo[@]}" objective.entropy.coef=0.5

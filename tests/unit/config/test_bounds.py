@@ -80,7 +80,7 @@ def test_the_largest_seed_reaches_the_last_engine() -> None:
 
 def test_home_directories_are_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/somewhere")
-    paths = [path for path in FIELDS if path in ("run.directory", "model.path", "model.teacher", "data.train", "data.eval")]
+    paths = [path for path in FIELDS if path in ("run.directory", "model.path", "model.teacher", "data.train")]
     settings = validate_settings(apply_overrides(SMALLEST, [f"{path}=~/x" for path in paths]), origin="test")
     for path in paths:
         section, name = path.split(".")

@@ -44,8 +44,8 @@ def test_saved_settings_are_read_back_equal(settings_with: Callable[..., Setting
         "objective.off_policy={mode: truncate, high: 2.0}",
         "rollout.sglang.mem_fraction_static=0.5",
         "rollout.sampling.stop=['1e-6', 'null', '~']",
-        "data.eval='3'",
-        "run.eval_interval=5",
+        "eval.sets={a: '3', b: {data: d, samples: 8, interval: 0, sampling: {temperature: 0, stop: ['1']}, reward: {function: 'm:f'}}}",
+        "eval.interval=5",
     )
     text = dump_settings(settings)
     assert load_settings(write(tmp_path, text)) == settings

@@ -34,7 +34,7 @@ def read(tiny_model: Callable[..., Path], tmp_path: Path) -> Read:
         train = json.dumps(sources if isinstance(sources, str | list) else str(sources))
         paths = (f"run.directory={tmp_path}/run", f"model.path={model}", f"data.train={train}")
         settings = load_settings(None, [*paths, *words, "data.prompts_per_step=2"])
-        return RunPrompts.read(settings.model.path, settings.data, seed=seed)
+        return RunPrompts.read(settings.model.path, settings.data, sets=settings.eval.sets, seed=seed)
 
     return make
 
@@ -190,7 +190,7 @@ def test_dropped_rows_move_no_other_source(read: Read, tmp_path: Path) -> None:
 def test_repeated_and_held_out_prompts_are_counted(read: Read, tmp_path: Path) -> None:
     train = lines(tmp_path / "a.jsonl", *({"prompt": text, "label": "1"} for text in ("1 + 1", "2", " 1  +  1 ", "3")))
     held_out = lines(tmp_path / "b.jsonl", *({"prompt": text, "label": "1"} for text in ("7", "3 ", "1 + 1")))
-    notes = read(train, f"data.eval={held_out}").notes
+    notes = read(train, f"eval.sets.b={held_out}").notes
     assert f"1 of 4 rows of {train} repeat a prompt: {train}:3 is that of {train}:1" in notes
     assert f"2 of 3 prompts of {held_out} are also trained on, the first is {held_out}:2, in {train}:4" in notes
 
@@ -224,10 +224,10 @@ def test_prompts_may_be_token_ids(read: Read, tmp_path: Path) -> None:
 
 def test_an_overview_counts_and_shows_prompts(read: Read, tmp_path: Path) -> None:
     path = lines(tmp_path / "a.jsonl", *({"prompt": "1" * length, "label": "1"} for length in (1, 2, 2, 3, 9)))
-    prompts = read(path, f"data.eval={numbered(tmp_path / 'b.jsonl', '5+', 2)}")
+    prompts = read(path, f"eval.sets.b={numbered(tmp_path / 'b.jsonl', '5+', 2)}")
     assert overview(prompts) == {
         "data.train": "5 prompts of 1 to 9 tokens: median 2, 90 % at most 9, 99 % at most 9; the first is '1'",
-        "data.eval": "2 prompts of 3 to 3 tokens: median 3, 90 % at most 3, 99 % at most 3; the first is '5+0'",
+        "eval.sets.b": "2 prompts of 3 to 3 tokens: median 3, 90 % at most 3, 99 % at most 3; the first is '5+0'",
     }
     text = "\n".join(detailed_overview(prompts))
     assert "note: 1 of 5 rows" in text and "'1'" in text and "label '0'" in text and "#" * 40 + " 2" in text

@@ -20,15 +20,15 @@ def read(tiny_model: Callable[..., Path], tmp_path: Path) -> Callable[..., RunPr
             (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         paths = [f"run.directory={tmp_path}/run", f"model.path={tiny_model()}", f"data.train={tmp_path}/train.jsonl"]
         paths += [f"data.prompts_per_step={prompts_per_step}"]
-        settings = load_settings(None, paths + [f"data.eval={tmp_path}/held_out.jsonl"] * held_out)
-        return RunPrompts.read(settings.model.path, settings.data, seed=settings.run.seed)
+        settings = load_settings(None, paths + [f"eval.sets.held_out={tmp_path}/held_out.jsonl"] * held_out)
+        return RunPrompts.read(settings.model.path, settings.data, sets=settings.eval.sets, seed=settings.run.seed)
 
     return make
 
 
 def test_held_out_prompts_are_tried_first_without_the_source(read: Callable[..., RunPrompts]) -> None:
     prompts = read(held_out=True)
-    assert [prompt.text for prompt in prompts.held_out] == ["7", "8"]
+    assert [(prompt.id, prompt.text) for prompt in prompts.held_out["held_out"]] == [("held_out-0", "7"), ("held_out-1", "8")]
     assert [prompt.text for prompt in prompts.for_parity(1)] == ["7"] and len(prompts.for_parity(9)) == 2
     assert [prompt.text for prompt in prompts.probes] == ["7", "8", "1", "2"]
     state = prompts.source.rows.state()
@@ -38,7 +38,7 @@ def test_held_out_prompts_are_tried_first_without_the_source(read: Callable[...,
 
 def test_without_held_out_prompts_those_to_train_on_are_tried(read: Callable[..., RunPrompts]) -> None:
     prompts = read(held_out=False)
-    assert prompts.held_out == ()
+    assert prompts.held_out == {}
     assert [prompt.text for prompt in prompts.for_parity(9)] == ["1", "2", "3"]
     assert [prompt.text for prompt in prompts.probes] == ["1", "2"]
     assert len(prompts.notes) == 1

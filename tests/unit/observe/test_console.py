@@ -6,8 +6,10 @@ import time
 
 import pytest
 
-from megatron_rl.observe.console import RL_COLUMNS, SUPERVISED_COLUMNS, RunConsole
+from megatron_rl.observe.console import SUPERVISED_COLUMNS, RunConsole, rl_columns
 from megatron_rl.observe.metrics import metric_info
+
+COLUMNS = rl_columns(("greedy", "sampled", "third"), keeps_reference=True)
 
 
 class Terminal(io.StringIO):
@@ -17,7 +19,7 @@ class Terminal(io.StringIO):
 
 ROW = {
     "rollout/reward": 0.4567,
-    "eval/accuracy_greedy": 0.9,
+    "eval/greedy/accuracy": 0.9,
     "train/entropy": 1.25,
     "train/grad_norm": float("nan"),
     "train/log_prob_diff": 3.2e-6,
@@ -27,14 +29,14 @@ ROW = {
 
 
 def test_columns_show_metrics_that_exist() -> None:
-    for column in (*RL_COLUMNS, *SUPERVISED_COLUMNS):
+    for column in (*COLUMNS, *SUPERVISED_COLUMNS):
         assert all(metric_info(name) for name in column.metrics)
         assert len(column.title) <= column.width
 
 
 def test_rows_line_up_under_a_header_that_comes_back() -> None:
     stream = io.StringIO()
-    with RunConsole(150, stream=stream) as console:
+    with RunConsole(150, columns=COLUMNS, stream=stream) as console:
         for step in range(21):
             console.row(step, ROW if step else {})
     lines = stream.getvalue().splitlines()
@@ -49,9 +51,9 @@ def test_rows_line_up_under_a_header_that_comes_back() -> None:
 def test_a_wide_terminal_gets_all_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     stream = io.StringIO()
-    RunConsole(150, stream=stream).row(1, {"eval/reward_sampled": -1.5})
+    RunConsole(150, columns=COLUMNS, stream=stream).row(1, {"eval/sampled/reward": -1.5})
     header, row = stream.getvalue().splitlines()
-    assert [column.title for column in RL_COLUMNS if column.title not in header] == []
+    assert [column.title for column in COLUMNS if column.title not in header] == []
     assert row.split() == ["1/150", "-1.500"], "the mean reward stands where there is no accuracy"
 
 

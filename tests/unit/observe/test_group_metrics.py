@@ -3,7 +3,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_rl.observe.group_metrics import evaluation_metrics, has_one_reward, rollout_metrics, tail_metrics
+from megatron_rl.observe.group_metrics import has_one_reward, rollout_metrics, tail_metrics
 from megatron_rl.observe.metrics import check_metrics, metric_values
 from megatron_rl.types import Group, Prompt, Reward, RewardOutcome, Sample, StopReason
 
@@ -114,30 +114,6 @@ def test_a_group_without_signal_is_counted_by_its_scored_samples() -> None:
     assert by_reward == {"rollout/zero_variance_fraction": 1.0, "rollout/zero_variance_fraction/1.0": 0.5}
 
 
-def test_accuracy_is_the_component_where_there_is_one() -> None:
-    metrics = evaluation_metrics([sample(scored(0.7, accuracy=0.0)), sample(scored(1.0, accuracy=1.0))], kind="greedy")
-    check_metrics(metrics)
-    values = metric_values(metrics)
-    assert values["eval/accuracy_greedy"] == 0.5
-    assert values["eval/reward_greedy"] == pytest.approx(0.85)
-
-
-@pytest.mark.parametrize("rewards", [(1.0, 0.5), (-1.0, 1.0), (0.0, 1.482)])
-def test_only_rewards_of_0_and_1_are_an_accuracy(rewards: tuple[float, ...]) -> None:
-    values = metric_values(evaluation_metrics([sample(scored(value)) for value in rewards], kind="greedy"))
-    assert "eval/accuracy_greedy" not in values
-    assert values["eval/reward_greedy"] == pytest.approx(sum(rewards) / 2)
-    solved = metric_values(evaluation_metrics([sample(scored(value)) for value in (0.0, 1.0, 1.0)], kind="greedy"))
-    assert solved["eval/accuracy_greedy"] == solved["eval/reward_greedy"] == pytest.approx(2 / 3)
-
-
-def test_failed_evaluations_are_counted_and_not_averaged() -> None:
-    failed = [sample(Reward(RewardOutcome.ERROR, message="boom")), replace(sample(scored(0)), reward=None)]
-    values = metric_values(evaluation_metrics([sample(scored(0.5)), *failed], kind="sampled"))
-    assert values["eval/reward_sampled"] == 0.5
-    assert (values["eval/reward_errors"], values["eval/num_samples"]) == (2, 3)
-
-
 def test_rewards_and_ends_count_trajectories_and_lengths_samples() -> None:
     """Two samples of a trajectory of which the first was cut, and one of another."""
     cut, end = (replace(sample(scored(1.0, accuracy=1.0)), trajectory=0, index=index) for index in range(2))
@@ -150,11 +126,6 @@ def test_rewards_and_ends_count_trajectories_and_lengths_samples() -> None:
     assert (values["rollout/num_samples"], values["rollout/response_length"]) == (4, 3)
     assert values["rollout/samples_per_trajectory"] == pytest.approx(4 / 3)
     assert "rollout/samples_per_trajectory" not in rollout_metrics([Group("p", PROMPT, (third,))], version=4)
-    found = evaluation_metrics([cut, end, failed, third], kind="greedy")
-    check_metrics(found)
-    values = metric_values(found)
-    assert (values["eval/accuracy_greedy"], values["eval/reward_errors"]) == (0.5, 1)
-    assert values["eval/truncated_fraction"] == pytest.approx(1 / 3)
 
 
 def test_turns_and_tools_count_trajectories() -> None:

@@ -73,7 +73,7 @@ def test_unknown_names_and_wrong_reductions_are_refused() -> None:
 
 def test_the_table_is_complete() -> None:
     for name, info in METRICS.items():
-        assert name == info.name and re.fullmatch(r"[a-z]+/[a-z0-9_]+(/?\*)?|[a-z]+/\*", name), name
+        assert name == info.name and re.fullmatch(r"[a-z]+/[a-z0-9_]+(/?\*)?|[a-z]+/\*|eval/\*/[a-z]+[_a-z]*([@^]\*)?", name), name
         assert info.meaning
 
 

@@ -20,9 +20,9 @@ def odd(*, sample, weight: "NoSuchType" = 1): return 1.0
 async def roll(*, prompt, generator, sampling, num_samples, tokenizer): return 3
 value = 3
 """
-SUMMARY = {"status": "", "steps": 1, "seed": 0, "seconds": {}, "peak_memory_bytes": 0, "checkpoint": None, "go_on": ""} | dict.fromkeys(
-    ("accuracy_before", "accuracy_after", "accuracy_sampled_before", "accuracy_sampled_after")
-)
+SUMMARY = {"status": "", "steps": 1, "seed": 0, "seconds": {}, "peak_memory_bytes": 0, "checkpoint": None, "go_on": ""} | {
+    "evaluation_before": {}, "evaluation_after": {}
+}  # fmt: skip
 COMMANDS: list[tuple[str, list[str]]] = [
     ("", ["Usage"]),
     ("trian", ["No such command 'trian'"]),
@@ -77,7 +77,10 @@ COMMANDS: list[tuple[str, list[str]]] = [
     ("report {tmp}/inside", ["metrics.jsonl cannot be used (Is a directory)", "a file is needed"]),
     ("doctor --on-cpu", ["--on-cpu was given without --gpu"]),
     ("doctor --on-cpu 1 --gpu", ["1 is not in the range"]),
-    ("eval run.directory=a model.path=/nope data.train=b", ["data.eval is not set", "data.eval=PATH"]),
+    ("eval model.path=/nope data.train=b", ["nothing to evaluate on", "--data FILE", "eval.sets.NAME=FILE"]),
+    ("eval {model} {model} --data x.jsonl", ["is given twice", "each once"]),
+    ("eval {model} --data x.jsonl run.directory=a", ["a setting of the section run", "--out"]),
+    ("eval --url http://127.0.0.1:9/v1 --data x.jsonl", ["--url was given without MODEL", "the name by which"]),
     ("serve", ["Missing argument"]),
     ("serve /nope", ["/nope has no config.json"]),
     ("serve {tmp}/file", ["file has no config.json"]),

@@ -60,4 +60,4 @@ def test_rows(line: bytes | str, parts: list[str], words: list[str], tmp_path: P
 
 def test_a_held_out_file_that_is_a_link_to_itself(words: list[str], tmp_path: Path, refuse: Refuse) -> None:
     (tmp_path / "loop.jsonl").symlink_to("loop.jsonl")
-    refuse([*words, f"data.eval={tmp_path / 'loop.jsonl'}"], "loop.jsonl does not exist")
+    refuse([*words, f"eval.sets.held_out={tmp_path / 'loop.jsonl'}"], "loop.jsonl does not exist")

@@ -16,7 +16,8 @@ def test_sizes_add_up() -> None:
         "training.topology={num_ranks: 16, tp: 2, pp: 2, cp: 2, sequence_parallel: true, ep: 4, etp: 1}",
         "training.optimizer_steps_per_batch=4",
         "run={directory: x, num_steps: 25, save_interval: 10}",
-        "data={train: t, eval: e, prompts_per_step: 6, samples_per_prompt: 2, max_prompt_tokens: 10}",
+        "data={train: t, prompts_per_step: 6, samples_per_prompt: 2, max_prompt_tokens: 10}",
+        "eval.sets.e=e",
         "rollout.sampling.max_response_tokens=30",
         "training.max_tokens_per_micro_batch=100",
     )

@@ -39,14 +39,14 @@ def log_run(directory: Path, *, num_steps: int) -> None:
     with Sinks(directory, ObserveSettings()) as sinks:
         for step in range(num_steps):
             metrics = {"rollout/reward": 0.1 * step, "train/entropy": math.nan if step == 1 else 1.0, "time/train": 12345.6}
-            sinks.log(step, metrics | ({"eval/accuracy_greedy": 0.5 + 0.01 * step} if step % 2 == 0 else {}))
+            sinks.log(step, metrics | ({"eval/greedy/accuracy": 0.5 + 0.01 * step} if step % 2 == 0 else {}))
 
 
 def test_report_is_one_self_contained_page_with_the_picture(tmp_path: Path) -> None:
     directory = tmp_path / "A <b> & c"
     log_run(directory, num_steps=5)
     seconds = {"<1>": 2.0}
-    accuracies = dict.fromkeys(("accuracy_before", "accuracy_after", "accuracy_sampled_before", "accuracy_sampled_after"))
+    accuracies = {"evaluation_before": {"greedy/accuracy": 0.5}, "evaluation_after": {"greedy/accuracy": 0.54, "greedy/reward": 1.0}}
     rest: dict[str, Any] = {"seconds": seconds, "peak_memory_bytes": 0, "checkpoint": None, **accuracies}
     write_summary(directory, Summary(status="finished", steps=5, seed=1, go_on="a && b", **rest))
     page = report_run(directory).read_text()
@@ -57,7 +57,7 @@ def test_report_is_one_self_contained_page_with_the_picture(tmp_path: Path) -> N
     (source,) = tags.sources
     picture = (directory / "curves.png").read_bytes()
     assert base64.b64decode(source.removeprefix("data:image/png;base64,")) == picture
-    assert re.search(r"eval/accuracy_greedy</td>\s*<td class=\"number\">0.5</td>\s*<td class=\"number\">0.54</td>", page)
+    assert re.search(r"eval/greedy/accuracy</td>\s*<td class=\"number\">0.5</td>\s*<td class=\"number\">0.54</td>", page)
     assert '<td class="number">12,346</td>' in page
     assert picture.startswith(b"\x89PNG")
 
@@ -77,16 +77,16 @@ def test_a_last_value_beyond_its_healthy_range_is_marked(tmp_path: Path) -> None
 
 
 def test_rewards_beyond_accuracies_get_an_axis_that_holds_them() -> None:
-    steps = {step: {"eval/reward_greedy": value, "eval/reward_sampled": -value} for step, value in ((0, -3.0), (5, 1.482))}
+    steps = {step: {"eval/greedy/reward": value, "eval/sampled/reward": -value} for step, value in ((0, -3.0), (5, 1.482))}
     (panel,) = drawable(steps)
     assert panel.title == "Held-out reward, mean"
     axis = Figure().subplots()
     _draw_panel(axis, panel, steps)
     low, high = axis.get_ylim()
     assert low < -3 and high > 3
-    with_accuracy = {step: {**values, "eval/accuracy_greedy": 1.0} for step, values in steps.items()}
-    assert [panel.title for panel in drawable(with_accuracy)] == ["Held-out accuracy"]
-    assert [panel.title for panel in drawable({**with_accuracy, 9: steps[5]})] == ["Held-out reward, mean"]
+    with_accuracy = {step: {**values, "eval/greedy/accuracy": 1.0} for step, values in steps.items()}
+    assert [list(panel.curves) for panel in drawable(with_accuracy)] == [["greedy"], ["sampled"]]
+    assert [list(panel.curves) for panel in drawable({**with_accuracy, 9: steps[5]})] == [["greedy", "sampled"]]
 
 
 def test_only_measured_panels_are_drawn(tmp_path: Path) -> None:

@@ -7,36 +7,39 @@ from megatron_rl.rewards.math import score
 from megatron_rl.types import Prompt, Sample, StopReason
 
 
-def grade(response: str, label: str | None) -> float:
+def grade(response: str, label: str | None) -> tuple[float, str]:
     nothing = np.empty(0)
     arrays = {"response_ids": nothing, "loss_mask": nothing, "rollout_log_probs": nothing, "weight_versions": nothing}
     prompt = Prompt(id="p", token_ids=np.array([1]), text="", label=label)
-    return score(sample=Sample(group_id="p", index=0, prompt=prompt, response_text=response, stop_reason=StopReason.STOP, **arrays))
+    sample = Sample(group_id="p", index=0, prompt=prompt, response_text=response, stop_reason=StopReason.STOP, **arrays)
+    reward, answer = (score(sample=sample)[key] for key in ("reward", "answer"))
+    return float(reward), str(answer)
 
 
 @pytest.mark.parametrize(
-    ("response", "label", "expected"),
+    ("response", "label", "expected", "answer"),
     [
-        ("The answer is \\boxed{46}.", "46", 1.0),
-        ("The answer is \\boxed{47}.", "46", 0.0),
-        ("so 12 + 34 = 46", "46", 1.0),
-        ("$\\frac{1}{2}$", "0.5", 1.0),
-        ("\\boxed{0.75}", "\\frac{3}{4}", 1.0),
-        ("no idea", "46", 0.0),
-        ("", "46", 0.0),
-        ("\\boxed{2x+2}", "$2(x+1)$", 1.0),
+        ("The answer is \\boxed{46}.", "46", 1.0, "46"),
+        ("The answer is \\boxed{47}.", "46", 0.0, "47"),
+        ("so 12 + 34 = 46", "46", 1.0, "46"),
+        ("$\\frac{1}{2}$", "0.5", 1.0, "1/2"),
+        ("\\boxed{0.75}", "\\frac{3}{4}", 1.0, "3/4"),
+        ("no idea", "46", 0.0, ""),
+        ("", "46", 0.0, ""),
+        ("\\boxed{2x+2}", "$2(x+1)$", 1.0, "2*x + 2"),
     ],
 )
-def test_answers_are_compared_as_mathematics(response: str, label: str, expected: float) -> None:
-    assert grade(response, label) == expected
+def test_answers_are_compared_as_mathematics(response: str, label: str, expected: float, answer: str) -> None:
+    """And the extracted answer is one that evaluations can vote on."""
+    assert grade(response, label) == (expected, answer)
 
 
 def test_it_works_outside_of_the_main_thread() -> None:
-    values: list[float] = []
+    values: list[tuple[float, str]] = []
     thread = threading.Thread(target=lambda: values.append(grade("\\boxed{46}", "46")))
     thread.start()
     thread.join()
-    assert values == [1.0]
+    assert values == [(1.0, "46")]
 
 
 @pytest.mark.parametrize("label", [None, "", " "])

@@ -95,7 +95,7 @@ def is_constant(text: str) -> bool:
 
 @asynccontextmanager
 async def opened(settings: Settings, path: Path, *, say: Callable[[str], None] = print) -> AsyncIterator[RolloutManager]:
-    prompts = RunPrompts.read(settings.model.path, settings.data, seed=settings.run.seed)
+    prompts = RunPrompts.read(settings.model.path, settings.data, sets=settings.eval.sets, seed=settings.run.seed)
     async with RolloutManager.open(settings, prompts=prompts, buffer=path, say=say) as manager:
         await manager.join([ADDRESS], serve_current=True)
         yield manager

@@ -327,6 +327,32 @@ def test_a_place_is_held_over_all_attempts(monkeypatch: pytest.MonkeyPatch) -> N
     assert calls == [first.id] * 3 + [second.id] * 3
 
 
+def test_an_evaluation_needs_no_room_in_a_micro_batch_and_counts_no_retry() -> None:
+    """Its answers are not trained on, and its failures are none of training."""
+    (prompt,) = make_prompts(1)
+    settings = RolloutSettings(sampling=SamplingSettings(max_response_tokens=4))
+    pool = EnginePool([Engine()], max_requests=8)  # type: ignore[list-item]
+
+    async def made(urgency: Urgency) -> tuple[int, int]:
+        maker = GroupMaker(settings, single_turn, pool=pool, tokenizer=NumberTokenizer(), score=None, seed=0, max_tokens=4)  # type: ignore[arg-type]
+        group = await maker.make(prompt, num_samples=1, urgency=urgency)
+        return len(group.samples), maker.num_retries
+
+    assert asyncio.run(made(Urgency.EVALUATION)) == (1, 0)
+    assert asyncio.run(made(Urgency.TRAINING)) == (0, 2)
+
+    async def fails() -> int:
+        async def broken(**_: Any) -> tuple[Sample, ...]:
+            raise ValueError("broken")
+
+        maker = GroupMaker(settings, broken, pool=pool, tokenizer=NumberTokenizer(), score=None, seed=0, max_tokens=64)  # type: ignore[arg-type]
+        group = await maker.make(prompt, num_samples=1, urgency=Urgency.EVALUATION)
+        assert [failure.cause for failure in group.failures] == ["error"]
+        return maker.num_retries
+
+    assert asyncio.run(fails()) == 0
+
+
 def test_an_evaluation_needs_no_place_of_a_tail(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step has ended: its trajectories hold all places until the next step, and no request of theirs goes out."""
     monkeypatch.setattr(groups, "MOST_ALONE", 1)

@@ -3,7 +3,6 @@
 import asyncio
 import dataclasses
 import gc
-import json
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,6 @@ import numpy as np
 import pytest
 from manager_parts import (
     ADDRESS,
-    GREEDY_LOG_PROB,
     PROMPTS_PER_STEP,
     Client,
     Engine,
@@ -33,7 +31,6 @@ from megatron_rl.engines.answers import Generation
 from megatron_rl.engines.sampling import Sampling
 from megatron_rl.errors import EngineError, UserError
 from megatron_rl.observe.console import PhaseProgress
-from megatron_rl.observe.metrics import check_metrics, metric_values
 from megatron_rl.rollout.group_choice import NO_SIGNAL
 from megatron_rl.rollout.groups import GroupMaker
 from megatron_rl.rollout.manager import RolloutManager
@@ -190,30 +187,6 @@ def test_closing_in_the_middle_aborts_what_is_being_made(make_settings: Callable
         return engine.running
 
     assert asyncio.run(run()) == 0
-
-
-def test_evaluation_is_greedy_and_then_at_training_temperature(
-    make_settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "eval.jsonl").write_text("".join(json.dumps({"prompt": f"{number}=", "label": "1"}) + "\n" for number in (100, 102, 104)))
-
-    async def by_tokens(self: Rewards, sample: Sample) -> Reward:
-        # Greedy answers are right. The sum of 0.1, 0.2 and 0.3 depends on their order.
-        greedy = sample.rollout_log_probs[0] == GREEDY_LOG_PROB
-        return Reward(RewardOutcome.SCORED, 1.0 if greedy else (int(sample.prompt.text.rstrip("=")) - 98) / 20)
-
-    async def run(seed: int) -> tuple[dict[str, float], list[tuple[bool, int]]]:
-        Client.engine = engine = Engine(seed=seed)
-        async with opened(make_settings(f"data.eval={tmp_path}/eval.jsonl"), tmp_path / "buffer.sqlite") as manager:
-            metrics = await manager.evaluate(progress=PhaseProgress("eval", total=6, unit="prompts"))
-        check_metrics(metrics)
-        return metric_values(metrics), engine.started
-
-    monkeypatch.setattr(UnequalRewards, "score", by_tokens)
-    values, started = asyncio.run(run(0))
-    assert started == [(True, 0)] * 3 + [(False, 0)] * 3
-    assert (values["eval/accuracy_greedy"], values["eval/num_samples"], round(values["eval/reward_sampled"], 9)) == (1.0, 6, 0.2)
-    assert all(asyncio.run(run(seed))[0] == values for seed in range(1, 9)), "whichever answer is the first"
 
 
 def test_a_step_with_all_groups_dropped_trains_on_nothing(

@@ -28,8 +28,6 @@ from megatron_rl.config.settings import Settings
 from megatron_rl.data.buffer import Buffer
 from megatron_rl.data.packing import make_shards
 from megatron_rl.errors import UserError
-from megatron_rl.observe.console import PhaseProgress
-from megatron_rl.observe.metrics import metric_values
 from megatron_rl.rollout import manager as module
 from megatron_rl.types import Reward, RewardOutcome, Sample, TrainBatch
 
@@ -239,24 +237,6 @@ def test_a_baseline_that_fails_leaves_out_the_group(make_settings: Callable[...,
     settings = make_settings("fails_for_sevens", "objective.advantage=remax")
     (batch,), (values,), _ = asyncio.run(run(settings, tmp_path / "buffer.sqlite", steps=range(1)))
     assert batch.num_sequences == 2 * PROMPTS_PER_STEP and values["rollout/failures"] == 2
-
-
-@pytest.mark.parametrize("rate", [0.25, 0.5])
-def test_an_evaluation_counts_failures_and_ends_at_too_many(make_settings: Callable[..., Settings], tmp_path: Path, rate: float) -> None:
-    (tmp_path / "eval.jsonl").write_text("".join(json.dumps({"prompt": f"{number}=", "label": "1"}) + "\n" for number in (7, 8, 9)))
-
-    async def evaluate() -> dict[str, float]:
-        Client.engine = Engine(seed=0)
-        settings = make_settings("fails_for_sevens", f"data.eval={tmp_path}/eval.jsonl", f"rollout.max_error_rate={rate}")
-        async with opened(settings, tmp_path / "buffer.sqlite") as manager:
-            return metric_values(await manager.evaluate(progress=PhaseProgress("eval", total=6, unit="prompts")))
-
-    if rate < 1 / 3:
-        with pytest.raises(UserError, match=r"1 of 3 trajectories failed \(1 error\) = 33.3%"):
-            asyncio.run(evaluate())
-    else:
-        values = asyncio.run(evaluate())
-        assert (values["eval/rollout_failures"], values["eval/num_samples"]) == (2, 4)
 
 
 FILTERS = """

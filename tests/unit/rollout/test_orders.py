@@ -16,9 +16,8 @@ from megatron_rl.config.settings import Settings
 from megatron_rl.engines import engine_pool
 from megatron_rl.engines.answers import Generation
 from megatron_rl.engines.sampling import Sampling
-from megatron_rl.observe.console import PhaseProgress
 from megatron_rl.rollout import generator, manager
-from megatron_rl.types import Ints, StopReason, TrainBatch
+from megatron_rl.types import Group, Ints, StopReason, TrainBatch
 
 Step = tuple[TrainBatch, dict[str, float]]
 
@@ -245,18 +244,18 @@ def test_groups_without_a_token_that_a_step_may_train_on_are_made_anew(make_sett
 
 
 def test_evaluation_does_not_wait_for_the_next_step(make_settings: Callable[..., Settings], tmp_path: Path) -> None:
-    (tmp_path / "eval.jsonl").write_text('{"prompt": "101=", "label": "1"}\n')
-
-    async def work() -> dict[str, Any]:
+    async def work() -> Group:
         Client.engine = engine = Unequal(seed=0)
-        async with opened(make_settings(PARTIAL, f"data.eval={tmp_path}/eval.jsonl"), tmp_path / "b.sqlite") as made:
+        async with opened(make_settings(PARTIAL), tmp_path / "b.sqlite") as made:
             _, metrics = await step_of(made, engine, 0)
             assert metrics["rollout/carried_groups"] > 0
-            evaluated = await asyncio.wait_for(made.evaluate(progress=PhaseProgress("eval", total=2, unit="prompts")), 5)
+            prompt = replace(made.prompts.source.first(1)[0], id="held_out-0")
+            asking = made.answer(prompt, name="held_out", num_samples=2, sampling=Sampling(temperature=0.0, max_tokens=4))
+            answered = await asyncio.wait_for(asking, 5)
             assert made.production.tasks
-            return evaluated
+            return answered
 
-    assert "eval/reward_greedy" in asyncio.run(work())
+    assert len(asyncio.run(work()).samples) == 2
 
 
 def test_a_killed_run_continues_the_pieces(make_settings: Callable[..., Settings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from run_parts import Calls, MakeRun, Manager, Ranks, Sync
+from run_parts import Calls, Evaluations, MakeRun, Manager, Ranks, Sync
 
 from megatron_rl.checkpoints.run_checkpoints import SETTINGS_FILE, newest_checkpoint
 from megatron_rl.config.load import dump_settings, load_settings
@@ -39,13 +39,12 @@ def watchdog() -> Iterator[Watchdog]:
 
 
 @pytest.fixture
-def make_run(tmp_path: Path, calls: Calls, watchdog: Watchdog, tiny_model: Callable[..., Path]) -> MakeRun:
+def make_run(tmp_path: Path, calls: Calls, watchdog: Watchdog, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> MakeRun:
     """`make_run("run.num_steps=3", resume=True)`, in the directory tmp_path/run; with `source` a supervised one of its rows."""
 
     def make(
         *overrides: str,
         resume: bool = False,
-        held_out: int = 0,
         fails_at: int | None = None,
         error: BaseException | None = None,
         devices: Any = None,
@@ -71,10 +70,9 @@ def make_run(tmp_path: Path, calls: Calls, watchdog: Watchdog, tiny_model: Calla
         ranks: Any = Ranks(calls, written=written, save_error=save_error)
         if source is not None:
             return SupervisedRun(settings, source=source, ranks=ranks, records=records)
-        manager: Any = Manager(calls, held_out=held_out, fails_at=fails_at, error=error)
-        sync: Any = Sync(calls)
-        return RolloutRun(
-            settings, manager=manager, sync=sync, dtype="float32", watchdog=watchdog, devices=devices, ranks=ranks, records=records
-        )
+        monkeypatch.setattr("megatron_rl.runtime.run_evaluations.make_evaluator", lambda settings, manager: Evaluations(calls))
+        parts: dict[str, Any] = {"manager": Manager(calls, fails_at=fails_at, error=error)}
+        parts |= {"sync": Sync(calls), "watchdog": watchdog, "devices": devices, "ranks": ranks, "records": records}
+        return RolloutRun(settings, dtype="float32", **parts)
 
     return make

@@ -1,6 +1,8 @@
 """Stand-ins of what a run asks: engines and ranks that note the calls."""
 
-from collections.abc import Callable
+import asyncio
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +15,8 @@ from megatron_rl.engines.engine import EngineAddress
 from megatron_rl.engines.engine_pool import EnginePool
 from megatron_rl.engines.sampling import Sampling
 from megatron_rl.errors import DeadlineError, EngineRefusal
+from megatron_rl.evaluation.estimates import Estimate
+from megatron_rl.evaluation.evaluator import SetResult
 from megatron_rl.observe.metrics import Last, Metric, Sum
 from megatron_rl.runtime.colocation import Phase
 from megatron_rl.runtime.run import Run
@@ -32,12 +36,10 @@ class Manager:
     renewed_at = -1
     read: str | None = "synced"
 
-    def __init__(self, calls: Calls, *, held_out: int, fails_at: int | None, error: BaseException | None) -> None:
+    def __init__(self, calls: Calls, *, fails_at: int | None, error: BaseException | None) -> None:
         self.calls = calls
         prompt = Prompt(id="p", token_ids=np.array([1, 2, 3]), text="abc")
-        self.prompts = SimpleNamespace(
-            held_out=(prompt,) * held_out, tokenizer=SimpleNamespace(eos_token_id=1), for_parity=lambda count: [prompt]
-        )
+        self.prompts = SimpleNamespace(tokenizer=SimpleNamespace(eos_token_id=1), for_parity=lambda count: [prompt])
         self.address = EngineAddress("url", "key", vocab_size=32, context_length=64, max_total_tokens=64, has_tokenizer=False)
         self.pool = EnginePool([self], max_requests=1)  # type: ignore[list-item]
         self._fails_at, self._error = fails_at, error
@@ -63,11 +65,6 @@ class Manager:
         if self.read is None:
             raise EngineRefusal("cannot read while quantized", status=400)
 
-    async def evaluate(self, *, progress: object) -> dict[str, Metric]:
-        trained = sum(call[0] == "train" for call in self.calls)
-        self.calls.append(("evaluate",))
-        return {"eval/accuracy_greedy": Last(trained / 10), "eval/accuracy_sampled": Last(0.0)}
-
     async def position(self, *, step: int) -> dict[str, Any]:
         return {"cursor": 7}
 
@@ -83,6 +80,27 @@ class Manager:
 
     async def forget(self, *, before_step: int) -> None:
         self.calls.append(("forget", before_step))
+
+
+class Evaluations:
+    """An evaluator whose accuracy is a tenth of the trained steps; it takes until `may_end` is set."""
+
+    def __init__(self, calls: Calls) -> None:
+        self.calls, self.may_end = calls, threading.Event()
+        self.may_end.set()
+
+    def num_prompts(self, names: Sequence[str]) -> int:
+        return len(names)
+
+    num_answers = num_prompts
+
+    async def run(
+        self, names: Sequence[str], *, directory: Path, facts: Mapping[str, Any], goes_on: bool, advance: object
+    ) -> list[SetResult]:
+        accuracy = Estimate(sum(call[0] == "train" for call in self.calls) / 10, 0.0, 1.0, 4, "prompts")
+        self.calls.append(("evaluate", directory.name, goes_on))
+        await asyncio.to_thread(self.may_end.wait)
+        return [SetResult(name, {"accuracy": accuracy}, {}, directory) for name in names]
 
 
 class Sync:

@@ -289,8 +289,8 @@ def test_a_start_reads_the_data_and_calls_the_reward_itself(check: Callable[...,
     ("override", "part"),
     [
         ("data.train=nowhere.jsonl", "data file nowhere.jsonl does not exist"),
-        ("data.eval=nowhere.jsonl", "data file nowhere.jsonl does not exist"),
-        ("data.eval=.", "data file . is a directory"),
+        ("eval.sets.a=nowhere.jsonl", "data file nowhere.jsonl does not exist"),
+        ("eval.sets.a=.", "data file . is a directory"),
         ("reward.function=no_such_module:score", "reward.function no_such_module:score cannot be imported"),
         ("runtime.ray_address=127.0.0.1:9", "runtime.ray_address is 127.0.0.1:9, but nothing answers there"),
     ],
@@ -316,7 +316,7 @@ def test_a_data_source_is_tried_in_the_place_of_a_file(check: Callable[..., list
 
 def test_notes(check: Callable[..., list[str]], words: list[str]) -> None:
     train = load_settings(None, words).data.train
-    notes = check(f"data.eval={train}", "model.dtype=bfloat16", "training.optimizer={}", resume=True)
+    notes = check(f"eval.sets.a={train}", "model.dtype=bfloat16", "training.optimizer={}", resume=True)
     expected = ["there is nothing to resume", "training.optimizer.lr is not set", "20 of 20 prompts of"]
     assert [any(part in note for note in notes) for part in expected] == [True] * 3
     assert len(notes) == 3

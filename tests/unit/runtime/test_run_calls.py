@@ -25,7 +25,7 @@ from megatron_rl.observe.summary import read_summary
 from megatron_rl.report.page import report_run
 from megatron_rl.runtime import agreement, watchdog
 from megatron_rl.runtime.loop import train_loop
-from megatron_rl.runtime.run import generation_deadline_s
+from megatron_rl.runtime.run_evaluations import generation_deadline_s
 from megatron_rl.types import Floats, Group, Prompt, Reward, RewardOutcome, Sample, StopReason, TrainBatch
 
 
@@ -37,25 +37,26 @@ def test_the_order_of_a_run(
     make_run: MakeRun, calls: Calls, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/an environment/python")
-    run = make_run("run.num_steps=3", "run.save_interval=2", "run.eval_interval=2", "data.eval=held_out.jsonl", held_out=4)
+    run = make_run("run.num_steps=3", "run.save_interval=2", "eval.interval=2", "eval.sets.held_out=held_out.jsonl")
     train_loop(run, first_step=0)
     assert calls == [
-        ("publish", 0), ("read", "model"), ("probe",), ("parity",), ("evaluate",),
+        ("publish", 0), ("read", "model"), ("probe",), ("parity",), ("evaluate", "step-000000", True),
         ("rollout", 0), ("train", "batch 0", 0), ("publish", 1),
-        ("rollout", 1), ("train", "batch 1", 1), ("save", ".step-000002.partial"), ("publish", 2), ("evaluate",),
+        ("rollout", 1), ("train", "batch 1", 1), ("save", ".step-000002.partial"), ("publish", 2), ("evaluate", "step-000002", False),
         ("saved",), ("forget", 2),
-        ("rollout", 2), ("train", "batch 2", 2), ("save", ".step-000003.partial"), ("publish", 3), ("evaluate",), ("saved",), ("forget", 2),
+        ("rollout", 2), ("train", "batch 2", 2), ("save", ".step-000003.partial"), ("publish", 3),
+        ("evaluate", "step-000003", False), ("saved",), ("forget", 2),
     ]  # fmt: skip
     rows = read_metrics(tmp_path / "run" / METRICS_FILE)
     # Everything of a step stands in the row of the number of steps done.
     assert list(rows) == [0, 1, 2, 3]
     assert [rows[step].get("train/loss") for step in rows] == [None, 1.0, 0.9, 0.8]
     assert [rows[step]["weights/version"] for step in rows] == [0, 1, 2, 3]
-    assert [rows[step].get("eval/accuracy_greedy") for step in rows] == [0.0, None, 0.2, 0.3]
+    assert [rows[step].get("eval/held_out/accuracy") for step in rows] == [0.0, None, 0.2, 0.3]
     run.finish()
     summary = read_summary(tmp_path / "run")
     assert summary is not None and (summary.status, summary.steps) == ("finished", 3)
-    assert (summary.accuracy_before, summary.accuracy_after) == (0.0, 0.3)
+    assert summary.evaluation_before == {"held_out/accuracy": 0.0} and summary.evaluation_after == {"held_out/accuracy": 0.3}
     assert summary.checkpoint is not None and summary.checkpoint.endswith("step-000003/hf")
     assert summary.go_on.endswith("settings.yaml --resume run.num_steps=4")
     assert (tmp_path / "run" / "curves.png").exists()
@@ -89,28 +90,40 @@ def test_a_run_that_ends_early_keeps_what_it_has(make_run: MakeRun, tmp_path: Pa
     assert status in (tmp_path / "run" / "report.html").read_text()
 
 
-def test_environments_made_ahead_take_no_time_of_an_evaluation(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    counts: list[int] = []
-    overrides = ("rollout.max_staleness=3", "data.prompts_per_step=5", "data.samples_per_prompt=2", "objective.proximal=rollout")
-    for words in ((), ("rollout.environment=a:B",)):
-        run = make_run(*overrides, "run.eval_interval=2", "data.eval=held_out.jsonl", *words, held_out=4)
-        monkeypatch.setattr(run, "_generation_deadline_s", lambda *, num_samples: counts.append(num_samples) or 60.0)
-        run.evaluate()
-    assert counts == [4, 4]
+def test_an_asynchronous_run_trains_during_an_evaluation(make_run: MakeRun, calls: Calls, tmp_path: Path) -> None:
+    """Which ends before the weights change, and has the row of the weights that it is of."""
+    words = ("rollout.max_staleness=1", "objective.proximal=rollout", "eval.interval=1", "run.save_interval=0")
+    run: Any = make_run("run.num_steps=2", "eval.sets.held_out=held_out.jsonl", *words)
+    run._evaluations._evaluator.may_end.clear()
+    run.begin(step=0)
+    run.train(run.next_batch(0), step=0)
+    assert [call[0] for call in calls][-3:] == ["evaluate", "rollout", "train"] and ("publish", 1) not in calls
+    run._evaluations._evaluator.may_end.set()
+    run.publish(version=1)
+    assert read_metrics(tmp_path / "run" / METRICS_FILE)[0]["eval/held_out/accuracy"] == 0.0
+    run.evaluate(step=1)
+    run.log(step=1)
+    run.train(run.next_batch(1), step=1)
+    run.publish(version=2)
+    run.evaluate(step=2)
+    run.log(step=2)
+    rows = read_metrics(tmp_path / "run" / METRICS_FILE)
+    assert [rows[step]["eval/held_out/accuracy"] for step in rows] == [0.0, 0.1, 0.2]
+    assert [rows[step].get("train/loss") for step in rows] == [None, 1.0, 0.9]
 
 
 def test_a_resumed_run_evaluates_at_the_same_steps(make_run: MakeRun, calls: Calls) -> None:
-    overrides = ("run.num_steps=9", "run.save_interval=1", "run.eval_interval=2", "data.eval=held_out.jsonl")
+    overrides = ("run.num_steps=9", "run.save_interval=1", "eval.interval=2", "eval.sets.held_out=held_out.jsonl")
     for last, evaluates in ((3, False), (4, True)):
-        first = make_run(*overrides, resume=True, held_out=4, fails_at=last, error=EngineError("gone"))
+        first = make_run(*overrides, resume=True, fails_at=last, error=EngineError("gone"))
         with pytest.raises(EngineError):
             train_loop(first, first_step=first.resume())
-        again = make_run(*overrides, resume=True, held_out=4)
+        again = make_run(*overrides, resume=True)
         step = again.resume()
         calls.clear()
         again.begin(step=step)
         assert step == last and calls[:3] == [("publish", step), ("probe",), ("parity",)]
-        assert (("evaluate",) in calls) == evaluates
+        assert (("evaluate", f"step-{step:06}", True) in calls) == evaluates
 
 
 def test_a_trained_step_is_logged_although_its_save_fails(make_run: MakeRun, calls: Calls, tmp_path: Path) -> None:
@@ -284,7 +297,7 @@ def test_samples_that_disagree_end_the_run_with_the_likeliest_cause(
     off_by, mended_by_a_sync = 0.5, True
     assert "stale or half-applied weights on url, since another sync of them mended it" in cause()
     mended_by_a_sync = False
-    peer = Manager(calls, held_out=0, fails_at=None, error=None)
+    peer = Manager(calls, fails_at=None, error=None)
     peer.address, peer.log_prob = replace(peer.address, url="peer"), -0.5
     assert "likeliest cause: url, since a fresh probe disagrees there and agrees with 1 other engine" in cause(peer)
     assert "every engine disagrees in a fresh probe, also after another sync; usual causes: " in cause()
@@ -313,14 +326,15 @@ def test_weights_are_compared_bit_by_bit_at_the_first_sync(
 
 
 def test_shared_devices_are_taken_before_who_needs_them(make_run: MakeRun, calls: Calls) -> None:
-    run = make_run("run.num_steps=1", "data.eval=held_out.jsonl", held_out=1, devices=Devices(calls))
+    run = make_run("run.num_steps=1", "eval.sets.held_out=held_out.jsonl", devices=Devices(calls))
     train_loop(run, first_step=0)
     assert calls == [
         ("publish", 0), ("read", "model"), ("phase", "GENERATION"), ("probe",), ("phase", "SYNC"), ("parity",),
-        ("phase", "GENERATION"), ("evaluate",),
+        ("phase", "GENERATION"), ("evaluate", "step-000000", True),
         ("rollout", 0), ("phase", "TRAINING"), ("train", "batch 0", 0), ("save", ".step-000001.partial"),
         # The devices stay with whom they are while files are waited for.
-        ("phase", "SYNC"), ("publish", 1), ("phase", "GENERATION"), ("evaluate",), ("saved",), ("forget", 1),
+        ("phase", "SYNC"), ("publish", 1), ("phase", "GENERATION"), ("evaluate", "step-000001", False),
+        ("saved",), ("forget", 1),
     ]  # fmt: skip
 
 
@@ -412,7 +426,7 @@ def test_an_engine_that_returns_gets_the_weights_of_the_others(make_run: MakeRun
     run = make_run("run.num_steps=9")
     run.begin(step=0)
     manager = run._manager
-    newcomer = Manager(calls, held_out=0, fails_at=None, error=None)
+    newcomer = Manager(calls, fails_at=None, error=None)
 
     async def next_batch(step: int, *, progress: object) -> tuple[str, dict[str, Metric]]:
         manager.pool.join(newcomer)
@@ -436,7 +450,7 @@ def test_an_engine_that_returns_gets_the_weights_of_the_others(make_run: MakeRun
     batch = run.next_batch(0)
     assert calls == [("publish", 0)]
     run.train(batch, step=0)
-    manager.pool.join(Manager(calls, held_out=0, fails_at=None, error=None))
+    manager.pool.join(Manager(calls, fails_at=None, error=None))
     run._position(step=1)
     assert calls == [("publish", 0), ("train", "batch", 0)] and manager.pool.has_newcomers
     run.publish(version=1)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from ray.exceptions import RayError
-from run_parts import Calls, Devices, MakeRun, Manager, Ranks, Sync
+from run_parts import Calls, Devices, Evaluations, MakeRun, Manager, Ranks, Sync
 
 from megatron_rl.checkpoints.run_checkpoints import CheckpointWriter, checkpoint_paths
 from megatron_rl.errors import DeadlineError, EngineError, UserError
@@ -136,16 +136,16 @@ def test_a_long_save_is_awaited_by_the_next_and_by_the_end(make_run: MakeRun, ca
     assert [path.name for path in checkpoint_paths(tmp_path / "run")] == ["step-000002", "step-000003"]
 
 
-@pytest.mark.parametrize("long", ["next_batch", "evaluate"])
+@pytest.mark.parametrize(("owner", "long"), [(Manager, "next_batch"), (Evaluations, "run")])
 def test_a_written_save_is_in_place_before_the_next_samples(
-    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, long: str
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, long: str
 ) -> None:
     """A run that is killed in a long rollout goes back to the checkpoint before it, so finished groups fit the weights of that."""
-    own, place = getattr(Manager, long), tmp_path / "run" / "checkpoints"
+    own, place = getattr(owner, long), tmp_path / "run" / "checkpoints"
     waits: list[str] = []
     found: list[bool] = []
 
-    async def lasts(self: Manager, *arguments: Any, **keywords: Any) -> Any:
+    async def lasts(self: Any, *arguments: Any, **keywords: Any) -> Any:
         if (place / ".step-000001.partial").exists():
             waits.append(long)
             deadline = time.monotonic() + 10
@@ -154,10 +154,10 @@ def test_a_written_save_is_in_place_before_the_next_samples(
             found.append((place / "step-000001").exists())
         return await own(self, *arguments, **keywords)
 
-    monkeypatch.setattr(Manager, long, lasts)
+    monkeypatch.setattr(owner, long, lasts)
     monkeypatch.setattr(Ranks, "save_is_written", lambda self: bool(waits))
     monkeypatch.setattr(watchdog, "MEANWHILE_S", 0.01)
-    run = make_run("run.num_steps=2", "run.save_interval=1", "run.eval_interval=1", "data.eval=held_out.jsonl", held_out=4)
+    run = make_run("run.num_steps=2", "run.save_interval=1", "eval.interval=1", "eval.sets.held_out=held_out.jsonl")
     train_loop(run, first_step=0)
     assert found == [True]
 

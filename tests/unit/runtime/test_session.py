@@ -19,11 +19,10 @@ from megatron_rl.data.buffer import Buffer
 from megatron_rl.engines.client import EngineClient, EnginePart
 from megatron_rl.engines.engine import EngineAddress
 from megatron_rl.errors import EngineError
-from megatron_rl.observe.console import RunConsole
+from megatron_rl.observe.console import RunConsole, rl_columns
 from megatron_rl.observe.timing import PhaseTimer
 from megatron_rl.rollout import manager as manager_module
 from megatron_rl.runtime import session
-from megatron_rl.runtime.session import _columns
 from megatron_rl.runtime.start import RunStart, StartReport
 
 PATHS = ("run.directory=run", "model.path=model", "data.train=train.jsonl")
@@ -36,7 +35,7 @@ PATHS = ("run.directory=run", "model.path=model", "data.train=train.jsonl")
 def test_the_console_has_a_kl_column_with_a_reference(override: str, shown: bool) -> None:
     settings = load_settings(None, [*PATHS, override])
     keeps = settings.training.keeps_reference(settings.objective)
-    columns = [column.title for column in _columns(supervised=False, keeps_reference=keeps)]
+    columns = [column.title for column in rl_columns(("a", "b"), keeps_reference=keeps)]
     assert ("KL ref" in columns) == shown and "reward" in columns
 
 
@@ -45,7 +44,7 @@ def test_a_start_names_rows_without_a_label_first(tiny_model: Callable[..., Path
     rows = [{"prompt": "1", "label": "1"}, {"prompt": "2"}, {"prompt": "3", "label": "3"}, {"prompt": "4"}]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "held_out.jsonl").write_text(json.dumps(rows[1]) + "\n")
-    data = [f"data.train={tmp_path}/train.jsonl", f"data.eval={tmp_path}/held_out.jsonl"]
+    data = [f"data.train={tmp_path}/train.jsonl", f"eval.sets.held_out={tmp_path}/held_out.jsonl"]
     settings = load_settings(None, [f"run.directory={tmp_path}/run", f"model.path={tiny_model()}", *data])
     stream = io.StringIO()
     with ExitStack() as stack:

@@ -28,6 +28,7 @@ from megatron_rl.engines.engine import EngineAddress
 from megatron_rl.engines.engine_pool import EnginePool
 from megatron_rl.engines.sampling import Sampling
 from megatron_rl.errors import DamagedCheckpointError, EngineDiedError, EngineError, ResumableError, UserError, WorkerDiedError
+from megatron_rl.evaluation.graded_answers import read_answers
 from megatron_rl.observe.metrics import Last, Metric, Sum
 from megatron_rl.observe.sinks import METRICS_FILE, read_metrics
 from megatron_rl.observe.summary import read_summary
@@ -181,7 +182,7 @@ def test_a_run_whose_output_nobody_reads_goes_on(
 
 
 def test_a_run_with_engines(make_settings: Callable[..., Settings], tmp_path: Path) -> None:
-    session.train(make_settings("data.samples_per_prompt=2", f"data.eval={tmp_path}/rows.jsonl", "run.eval_interval=2"), resume=False)
+    session.train(make_settings("data.samples_per_prompt=2", f"eval.sets.held_out={tmp_path}/rows.jsonl", "eval.interval=2"), resume=False)
     rows = read_metrics(tmp_path / "run" / METRICS_FILE)
     assert list(rows) == [0, 1, 2]
     assert [rows[step]["weights/version"] for step in rows] == [0, 1, 2]
@@ -294,21 +295,25 @@ def test_a_supervised_run_names_a_step_of_too_many_rows(make_settings: Callable[
     assert "has 8 rows, and a step takes data.prompts_per_step 9" in " ".join(capsys.readouterr().out.split())
 
 
-def test_an_evaluation_leaves_its_result_and_its_samples(
-    make_settings: Callable[..., Settings], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_evaluation_leaves_its_results_and_its_answers(make_settings: Callable[..., Settings], tmp_path: Path) -> None:
     """And asks for no training rows: those of the settings need not be there."""
-    session.evaluate(make_settings(f"data.eval={tmp_path}/rows.jsonl", f"data.train={tmp_path}/gone.jsonl"))
-    printed = capsys.readouterr().out
-    result = json.loads((tmp_path / "run" / "evaluation.json").read_text())
-    samples = [json.loads(line) for line in (tmp_path / "run" / "evaluation.jsonl").read_text().splitlines()]
-    assert f"{tmp_path}/run/evaluation.json" in printed and f"eval/num_samples             {len(samples)}" in printed
-    assert result["metrics"]["eval/num_samples"] == len(samples) == 16
-    assert [sample["kind"] for sample in samples] == ["greedy"] * 8 + ["sampled"] * 8
-    assert {sample["prompt"] for sample in samples} == set("12345678")
-    assert {(sample["label"], sample["outcome"], sample["reward"]) for sample in samples} == {("1", "scored", 2.0)}
-    assert result["metrics"]["eval/reward_greedy"] == 2.0 and "eval/accuracy_greedy" not in result["metrics"]
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {"evaluation.json", "evaluation.jsonl"} and Engines.stopped == 1
+    sets = f"{{one: {tmp_path}/rows.jsonl, two: {{data: {tmp_path}/rows.jsonl, samples: 2, sampling: {{temperature: 0}}}}}}"
+    settings = make_settings(f"eval.sets={sets}", f"data.train={tmp_path}/gone.jsonl")
+    one, two = session.evaluate(settings)
+    assert (one.estimates["reward"].value, one.estimates["reward"].num, "accuracy" in one.estimates) == (2.0, 8, False)
+    result = json.loads((tmp_path / "run" / "two.json").read_text())
+    answers = read_answers(tmp_path / "run" / "two.jsonl")
+    assert two.path == tmp_path / "run" / "two.json" and result["estimates"]["reward"]["value"] == 2.5
+    assert result["facts"]["sampling"]["temperature"] == 0.0 and result["facts"]["samples"] == 2
+    assert len(answers) == 16 and {answer.prompt for answer in answers} == set("12345678")
+    assert {(answer.label, answer.cause, answer.reward, answer.num_tokens) for answer in answers} == {
+        ("1", None, reward, 1) for reward in (2.0, 3.0)
+    }
+    assert Engines.stopped == 1
+    # The same command again asks nothing.
+    before = (tmp_path / "run" / "two.jsonl").read_bytes()
+    session.evaluate(settings)
+    assert (tmp_path / "run" / "two.jsonl").read_bytes() == before
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,116 @@
+"""Named sets of held-out prompts, and what a set takes from the run where it says nothing."""
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
+
+from pydantic import Field, field_validator
+
+from megatron_rl.config.section import FilePath, Section
+
+_Settings = TypeVar("_Settings", bound=Section)
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+
+
+class EvalSampling(Section):
+    """Sampling in an evaluation, where answers are not trained on; rollout.sampling's where not set."""
+
+    temperature: float | None = Field(None, ge=0, le=100, description="Softmax temperature; 0 takes the likeliest token.")
+    top_p: float | None = Field(None, gt=0, le=1, description="Draw from the likeliest tokens, which have this probability together.")
+    top_k: int | None = Field(None, ge=1, description="Draw from so many likeliest tokens.")
+    min_p: float | None = Field(None, ge=0, lt=1, description="Draw from tokens with this share of the likeliest's probability.")
+    frequency_penalty: float | None = Field(None, ge=-2, le=2, description="Lowers a token's logit by this for each time it was generated.")
+    presence_penalty: float | None = Field(None, ge=-2, le=2, description="Lowers the logit of every generated token by this, once.")
+    repetition_penalty: float | None = Field(None, gt=0, le=2, description="Divides the logit of every earlier token by this.")
+    max_response_tokens: int | None = Field(None, ge=1, description="Token budget of one answer of an engine.")
+    stop: tuple[str, ...] | None = Field(None, description="Strings that end a response.")
+    stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(
+        None, description="Tokens that end a response besides end-of-sequence."
+    )
+
+    def over(self, sampling: _Settings) -> _Settings:
+        """Return the section rollout.sampling with these values in place of its own, as far as it has them."""
+        own = self.model_dump(exclude_none=True)
+        return sampling.model_copy(update={name: value for name, value in own.items() if name in type(sampling).model_fields})
+
+
+class EvalReward(Section):
+    """The reward function of one set; the deadline is reward.timeout_s."""
+
+    function: str = Field(description="package.module:function, sync or async.")
+    args: dict[str, Any] = Field(default_factory=dict, description="Own arguments of the function, by the names that it gives them.")
+
+    def of(self, reward: _Settings) -> _Settings:
+        """Return the section `reward` with this function."""
+        return reward.model_copy(update={"function": self.function, "args": self.args})
+
+
+class EvalSet(Section):
+    """One set of held-out prompts; a path alone stands for its `data`."""
+
+    data: FilePath = Field(description="File of held-out rows.")
+    samples: int = Field(1, ge=1, le=2**10, description="Answers to each prompt.")
+    interval: int | None = Field(None, ge=0, description="Steps between evaluations of this set; eval.interval when not set.")
+    reward: EvalReward | None = Field(None, description="Reward function of this set; the run's when not set.")
+    sampling: EvalSampling = Field(default_factory=EvalSampling)
+
+
+class EvalSettings(Section):
+    """Evaluation on held-out prompts."""
+
+    interval: int = Field(10, ge=0, description="Steps between evaluations, besides step 0 and the last; 0 evaluates never.")
+    sets: dict[str, EvalSet] = Field(
+        default_factory=dict,
+        description="Sets of held-out rows by name: a file, or a mapping of data, samples, interval, reward and sampling.",
+    )
+
+    @field_validator("sets")
+    @classmethod
+    def _names(cls, value: dict[str, EvalSet]) -> dict[str, EvalSet]:
+        for name in value:
+            if not _NAME.fullmatch(name):
+                raise ValueError(f"has the name {name!r}, needs letters, digits, '-' and '_': metrics and files are named after it")
+        return value
+
+    def interval_of(self, name: str) -> int:
+        """Return the steps between evaluations of a set."""
+        own = self.sets[name].interval
+        return self.interval if own is None else own
+
+    def due(self, *, steps: int, num_steps: int) -> tuple[str, ...]:
+        """Return the sets to evaluate after `steps` of `num_steps` steps: before the first, at intervals, after the last."""
+        ends = steps in (0, num_steps)
+        return tuple(name for name in self.sets if (every := self.interval_of(name)) and (ends or steps % every == 0))
+
+    def longest_response(self, sampling: Section) -> int:
+        """Return the largest token budget of an answer, in evaluations and in the rollout's `sampling`."""
+        return max(vars(one)["max_response_tokens"] for one in (sampling, *(each.sampling.over(sampling) for each in self.sets.values())))
+
+    def has_stop_strings(self, sampling: Section) -> bool:
+        """Return True where engines look for strings in answers, in evaluations or by the rollout's `sampling`."""
+        return any(vars(one)["stop"] for one in (sampling, *(each.sampling for each in self.sets.values())))
+
+    def described(self, *, sampling: Section, reward: str | None) -> dict[str, str]:
+        """Return a line for each set with all values; those of the run's `sampling` and `reward` are in parentheses."""
+        return {name: self._line(name, {**sampling.model_dump(), "reward": reward}) for name in self.sets}
+
+    def _line(self, name: str, run: Mapping[str, Any]) -> str:
+        one = self.sets[name]
+        own: dict[str, Any] = {
+            **one.sampling.model_dump(exclude_none=True),
+            **({} if one.reward is None else {"reward": one.reward.function}),
+        }
+        parts = [f"{one.data}", f"{one.samples} per prompt"]
+        every = self.interval_of(name)
+        parts.append(f"every {every} steps" if one.interval is not None else f"(every {every} steps)")
+        values = {**run, **own}
+        parts += [f"{key} {value}" if key in own else f"({key} {value})" for key, value in values.items() if value not in (None, ())]
+        return ", ".join(parts)
+
+
+def expand_sets(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the section eval, in plain values, with each path alone as the data of its set."""
+    sets = values.get("sets")
+    if not isinstance(sets, Mapping):
+        return dict(values)
+    return {**values, "sets": {name: {"data": one} if isinstance(one, str) else one for name, one in sets.items()}}

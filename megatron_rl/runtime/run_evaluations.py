@@ -1,0 +1,91 @@
+"""The evaluations of a run: each is waited for, or goes on beside the training of the next step."""
+
+import math
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rl.config.derived import FEWEST_REQUESTS, request_deadline_s, reward_workers
+from megatron_rl.config.settings import ModelSettings, RewardSettings, RolloutSettings, Settings
+from megatron_rl.evaluation.evaluator import EVALUATION_DIRECTORY, Evaluator, SetResult, weight_files
+from megatron_rl.observe.console import PhaseProgress
+from megatron_rl.rollout.groups import ATTEMPTS, CANCEL_S, most_alone
+from megatron_rl.rollout.manager import RolloutManager
+from megatron_rl.runtime.run_records import RunRecords
+from megatron_rl.runtime.watchdog import Watchdog
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    step: int
+    names: tuple[str, ...]
+    progress: PhaseProgress
+    running: "Future[list[SetResult]]"
+
+
+class RunEvaluations:
+    """Evaluates the weights after a step on the sets that are due, by `manager`; `wait` waits for samples."""
+
+    def __init__(
+        self, settings: Settings, manager: RolloutManager, *, watchdog: Watchdog, wait: Callable[..., Any], records: RunRecords
+    ) -> None:
+        self._settings, self._evaluator, self._watchdog = settings, make_evaluator(settings, manager), watchdog
+        self._wait, self._records = wait, records
+        self._begun: _Begun | None = None
+
+    def due(self, step: int) -> tuple[str, ...]:
+        """Return the sets to evaluate after `step` steps."""
+        return self._settings.eval.due(steps=step, num_steps=self._settings.run.num_steps)
+
+    def begin(self, *, step: int, goes_on: bool) -> None:
+        """Begin the evaluation after `step` steps; one that was killed `goes_on` where it was."""
+        run, names, model = self._settings.run, self.due(step), self._settings.model.path
+        progress = PhaseProgress("eval", total=self._evaluator.num_prompts(names), unit="prompts")
+        running = self._evaluator.run(
+            names,
+            directory=run.directory / EVALUATION_DIRECTORY / f"step-{step:06}",
+            facts={"model": str(model), "files": weight_files(model), "steps": step},
+            goes_on=goes_on,
+            advance=progress.advance,
+        )
+        self._begun = _Begun(step, names, progress, self._watchdog.begin(running))
+
+    def finish(self, *, late: bool = True) -> None:
+        """Wait for the evaluation in progress, if any; a `late` one is of a step whose row is written."""
+        if self._begun is None:
+            return
+        begun, self._begun = self._begun, None
+        timeout_s = evaluation_deadline_s(self._settings, num_samples=self._evaluator.num_answers(begun.names))
+        with self._records.phase("eval", progress=begun.progress):
+            results = self._wait(begun.running, name=f"evaluation after step {begun.step}", timeout_s=timeout_s)
+        self._records.add_evaluation(results, step=begun.step, late=late)
+
+
+def make_evaluator(settings: Settings, manager: RolloutManager) -> Evaluator:
+    """Return the evaluator of a run's sets, on the engines of `manager`."""
+    prompts, run = manager.prompts, {"rollout": settings.rollout, "reward": settings.reward, "seed": settings.run.seed}
+    return Evaluator(settings.eval, manager.answer, prompts=prompts.held_out, tokenizer=prompts.tokenizer, **run)
+
+
+def generation_deadline_s(
+    model: ModelSettings, rollout: RolloutSettings, reward: RewardSettings, *, num_samples: int, num_workers: int | None = None
+) -> float:
+    """Return the deadline in seconds for `num_samples` trajectories with rewards.
+
+    Every call is assumed to keep its own deadline. One wave more than the samples fill is allowed,
+    because groups end unevenly and a baseline may be generated first. Environments and agents also
+    need a place of `most_alone`. `num_workers` score rewards, by default this machine's.
+    """
+    num_slots = rollout.num_engines * (rollout.max_concurrent_requests or FEWEST_REQUESTS)
+    waves = 1 + math.ceil(num_samples / min(num_slots, most_alone(rollout) if rollout.is_hosted else num_slots))
+    wave_s = max(request_deadline_s(model, rollout.sampling), ATTEMPTS * (rollout.timeout_s + CANCEL_S))
+    return waves * wave_s + math.ceil(num_samples / (num_workers or reward_workers())) * reward.timeout_s
+
+
+def evaluation_deadline_s(settings: Settings, *, num_samples: int) -> float:
+    """Return the deadline in seconds for `num_samples` answers of an evaluation, as long as the longest of any set."""
+    longest = settings.eval.longest_response(settings.rollout.sampling)
+    sampling = settings.rollout.sampling.model_copy(update={"max_response_tokens": longest})
+    rollout = settings.rollout.model_copy(update={"sampling": sampling})
+    return generation_deadline_s(settings.model, rollout, settings.reward, num_samples=num_samples)
