@@ -189,7 +189,7 @@ def scores_of_sets(
     sets: Mapping[str, EvalSet], reward: RewardSettings, *, prompts: Mapping[str, Sequence[Prompt]], stack: ExitStack, **options: Any
 ) -> dict[str, Callable[[Sample], Awaitable[Reward]]]:
     """Return the reward functions of the sets with one of their own, tried on a prompt. Workers end with `stack`."""
-    scores = {}
+    scores: dict[str, Callable[[Sample], Awaitable[Reward]]] = {}
     for name, each in sets.items():
         if each.reward is not None:
             runner = stack.enter_context(RewardRunner(each.reward.of(reward), **options))

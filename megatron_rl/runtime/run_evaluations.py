@@ -64,7 +64,8 @@ class RunEvaluations:
 
 def make_evaluator(settings: Settings, manager: RolloutManager) -> Evaluator:
     """Return the evaluator of a run's sets, on the engines of `manager`."""
-    prompts, run = manager.prompts, {"rollout": settings.rollout, "reward": settings.reward, "seed": settings.run.seed}
+    prompts = manager.prompts
+    run: dict[str, Any] = {"rollout": settings.rollout, "reward": settings.reward, "seed": settings.run.seed}
     return Evaluator(settings.eval, manager.answer, prompts=prompts.held_out, tokenizer=prompts.tokenizer, **run)
 
 
