@@ -44,7 +44,8 @@ def main() -> None:
         sglang_shims.provide_vllm_operators()
         sglang_shims.fork_server_processes()
         sglang_shims.take_cpu_for_the_device()
-        sglang_shims.compile_at_first_call()
+        if not arguments.get("enable_torch_compile"):
+            sglang_shims.compile_at_first_call()
     if deterministic:
         # SGLang compiles the seeded sampling again for each batch size.
         os.environ["TORCHDYNAMO_DISABLE"] = "1"

@@ -120,17 +120,18 @@ def compile_at_first_call() -> None:
 def import_needed_models(arguments: Mapping[str, Any]) -> None:
     """Let SGLang import the modules that name the model's architecture, instead of 250: 2 s of CPU time.
 
-    A draft model may have another architecture.
+    All are imported for an architecture without a class there, which SGLang may rename, and beside a
+    draft model, which may have another one.
     """
     package = importlib.util.find_spec("sglang.srt.models")
-    if package is None or any(name.startswith("speculative") for name in arguments):
+    names = json.loads(Path(arguments["model_path"], "config.json").read_text()).get("architectures")
+    if package is None or not names or any(argument.startswith("speculative") for argument in arguments):
         return
-    names = json.loads(Path(arguments["model_path"], "config.json").read_text()).get("architectures") or ()
-    # SGLang takes the last one for an architecture of no module.
-    names = (*names, "TransformersForCausalLM")
     files = [file for place in package.submodule_search_locations or () for file in Path(place).glob("*.py")]
-    others = [file.stem for file in files if not any(name in file.read_text(errors="replace") for name in names)]
-    os.environ.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(others))
+    texts = {file.stem: file.read_text(errors="replace") for file in files}
+    if any(f"class {names[0]}(" in text for text in texts.values()):
+        others = [module for module, text in texts.items() if names[0] not in text]
+        os.environ.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(others))
 
 
 def allocate_host_memory_unpinned() -> None:

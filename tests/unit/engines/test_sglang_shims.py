@@ -60,16 +60,28 @@ def test_a_function_is_compiled_once_and_when_called(monkeypatch: pytest.MonkeyP
     assert callable(torch.compile(torch.nn.Identity())) and len(compiled) == 3
 
 
-@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "NobodysForCausalLM"])
-def test_only_modules_that_name_the_model_are_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str) -> None:
-    monkeypatch.delenv("SGLANG_DISABLED_MODEL_ARCHS", raising=False)
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
-    import_needed_models({"model_path": str(tmp_path), "speculative_algorithm": "EAGLE"})
-    assert "SGLANG_DISABLED_MODEL_ARCHS" not in os.environ
-    import_needed_models({"model_path": str(tmp_path)})
-    others = os.environ["SGLANG_DISABLED_MODEL_ARCHS"].split(",")
-    assert len(others) > 200 and "llama" in others and "transformers" not in others
-    assert ("qwen3" in others) == (architecture == "NobodysForCausalLM")
+@pytest.mark.parametrize(
+    ("keys", "arguments", "kept"),
+    [
+        ({"architectures": ["Qwen3MoeForCausalLM"]}, {}, {"qwen3_moe"}),
+        ({"architectures": ["DeepseekV3ForCausalLM"]}, {}, {"deepseek_v2", "deepseek_nextn"}),
+        # A class beside others, and one of transformers.
+        ({"architectures": ["Phi3ForCausalLM"]}, {}, {"llama"}),
+        ({"architectures": ["Olmo3ForCausalLM"]}, {}, None),
+        ({}, {}, None),
+        ({"architectures": ["Qwen3MoeForCausalLM"]}, {"speculative_algorithm": "EAGLE"}, None),
+    ],
+)
+def test_only_modules_that_name_the_model_are_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], arguments: dict[str, Any], kept: set[str] | None
+) -> None:
+    # Set first, so that the variable is taken back in the end.
+    monkeypatch.setenv("SGLANG_DISABLED_MODEL_ARCHS", "")
+    monkeypatch.delenv("SGLANG_DISABLED_MODEL_ARCHS")
+    (tmp_path / "config.json").write_text(json.dumps(keys))
+    import_needed_models({"model_path": str(tmp_path), **arguments})
+    others = os.environ.get("SGLANG_DISABLED_MODEL_ARCHS", "").split(",")
+    assert others == [""] if kept is None else len(others) > 200 and kept.isdisjoint(others) and "gemma3_causal" in others
 
 
 @pytest.mark.parametrize(
