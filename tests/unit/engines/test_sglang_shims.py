@@ -1,8 +1,10 @@
 """What takes the place of SGLang's kernels where there is no GPU."""
 
+import importlib
 import json
 import math
 import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +16,7 @@ from megatron_rl.engines.on_cpu.sglang_shims import (
     add_gated,
     check_request,
     compile_at_first_call,
+    hide_megatron,
     import_needed_models,
     take_cpu_for_the_device,
 )
@@ -58,6 +61,13 @@ def test_a_function_is_compiled_once_and_when_called(monkeypatch: pytest.MonkeyP
     assert compiled == [(double, {}), (double, {"dynamic": True})]
     # A module is compiled as its owner asks for it.
     assert callable(torch.compile(torch.nn.Identity())) and len(compiled) == 3
+
+
+def test_an_engine_has_no_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    hide_megatron()
+    with pytest.raises(ImportError):
+        importlib.import_module("megatron")
 
 
 @pytest.mark.parametrize(
