@@ -114,7 +114,7 @@ def compile_at_first_call() -> None:
 
         return call
 
-    torch.compile = compile_later  # type: ignore[assignment]
+    torch.compile = compile_later
 
 
 def import_needed_models(arguments: Mapping[str, Any]) -> None:
