@@ -36,6 +36,7 @@ def serve_rendezvous(arguments: dict[str, Any]) -> "TCPStore | None":
 def main() -> None:
     """Serve until a signal, or until the parent is gone."""
     die_with_parent()
+    sglang_shims.hide_megatron()
     arguments = json.load(sys.stdin)
     on_cpu = arguments["device"] == "cpu"
     deterministic = on_cpu and bool(arguments.get("enable_deterministic_inference"))
@@ -43,6 +44,8 @@ def main() -> None:
         sglang_shims.provide_vllm_operators()
         sglang_shims.fork_server_processes()
         sglang_shims.take_cpu_for_the_device()
+        if not arguments.get("enable_torch_compile"):
+            sglang_shims.compile_at_first_call()
     if deterministic:
         # SGLang compiles the seeded sampling again for each batch size.
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
@@ -56,6 +59,7 @@ def main() -> None:
     if on_cpu:
         from megatron_rl.engines.on_cpu.sglang_attention import register
 
+        sglang_shims.import_needed_models(arguments)
         register(invariant=deterministic)
         sglang_shims.allocate_host_memory_unpinned()
         sglang_shims.gate_shared_experts_in_torch()

@@ -2,23 +2,26 @@
 
 A test module defines `def work(rank, world_size, init_method, *args) -> Any` at module level and calls the fixture
 `run_ranks(work, world_size, *args, timeout_s=...)`, which returns the ranks' results in order. Arguments and results are
-pickled, so they must not be of classes that the test module itself defines.
+pickled, so they must not be of classes that the test module itself defines. Ranks are forks of one process that has imported what nearly
+all of them import; the mark `fresh_ranks` gives each a new interpreter.
 
 With `--nccl-rules` every rank takes itself for one with a GPU, and what NCCL would not bear fails the test: tests/rehearsal. Tests
 without ranks are left out then, and those that the mark `not_under_nccl_rules` names are skipped for its reason.
 """
 
+import contextlib
+import multiprocessing
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rank_process import rank_main
 
 POLL_S = 0.05
 GRACE_S = 2.0
@@ -37,7 +40,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the mark."""
+    """Register the marks."""
+    config.addinivalue_line("markers", "fresh_ranks: its ranks change what is imported, so each begins with nothing imported")
     config.addinivalue_line("markers", "not_under_nccl_rules(reason): its ranks cannot run on a pretended GPU under NCCL's rules")
 
 
@@ -58,40 +62,41 @@ def _under_nccl_rules(config: pytest.Config) -> bool:
     return bool(config.getoption("--nccl-rules", default=False))
 
 
-def _start(directory: Path, rank: int) -> subprocess.Popen[bytes]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "")}
-    with (directory / f"rank{rank}.log").open("wb") as log:
-        return subprocess.Popen(
-            [sys.executable, __file__, str(directory), str(rank)],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            env=environment,
-            start_new_session=True,
-        )
+def _start(directory: Path, rank: int, *, warm: bool) -> BaseProcess:
+    context = multiprocessing.get_context("forkserver" if warm else "spawn")
+    if warm:
+        # What pytest itself is started from, and what nearly every rank imports for seconds.
+        context.set_forkserver_preload(["pytest", "transformers", "megatron_rl.training.trainer"])
+    variables = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "")}
+    process = context.Process(target=rank_main, args=(directory, rank, variables))
+    process.start()
+    return process
 
 
-def _stop(processes: list[subprocess.Popen[bytes]]) -> None:
+def _stop(processes: list[BaseProcess]) -> None:
     for process in processes:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+        if process.exitcode is None:
+            # A rank that is too young to lead a group has nobody below it.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
     for process in processes:
-        process.wait()
+        process.join()
 
 
 def _tails(directory: Path, ranks: list[int]) -> str:
     return "\n".join(f"--- rank {rank}\n{(directory / f'rank{rank}.log').read_text(errors='replace')[-3000:]}" for rank in ranks)
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], directory: Path, timeout_s: float) -> None:
+def _wait(processes: list[BaseProcess], directory: Path, timeout_s: float) -> None:
     """Return when every rank ended well; raise RankFailure at the first that did not, or at the deadline."""
     deadline = time.monotonic() + timeout_s
     while True:
-        codes = [process.poll() for process in processes]
+        codes = [process.exitcode for process in processes]
         if any(code not in (None, 0) for code in codes):
             # The peers of a rank that fails often fail for its sake: give the first cause time to show.
             time.sleep(GRACE_S)
-            failed = {rank: process.poll() for rank, process in enumerate(processes) if process.poll() not in (None, 0)}
+            failed = {rank: process.exitcode for rank, process in enumerate(processes) if process.exitcode not in (None, 0)}
             raise RankFailure(f"ranks ended with codes {failed}\n{_tails(directory, list(failed))}")
         if all(code == 0 for code in codes):
             return
@@ -111,10 +116,11 @@ def run_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
         call = {"file": function.__code__.co_filename, "name": function.__qualname__, "world_size": world_size, "args": args}
         call["nccl_rules"] = nccl_rules
         (directory / "call.pickle").write_bytes(pickle.dumps(call))
-        processes: list[subprocess.Popen[bytes]] = []
+        warm = not nccl_rules and request.node.get_closest_marker("fresh_ranks") is None
+        processes: list[BaseProcess] = []
         try:
             for rank in range(world_size):
-                processes.append(_start(directory, rank))
+                processes.append(_start(directory, rank, warm=warm))
             _wait(processes, directory, timeout_s)
         finally:
             _stop(processes)
@@ -161,38 +167,3 @@ def _report(terminalreporter: pytest.TerminalReporter, title: str, lines: list[s
         terminalreporter.write_line(line)
     if file:
         Path(file).write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-def _rank_main(directory: Path, rank: int) -> None:
-    """Body of a rank: load the test file by its path, call the function, leave its result."""
-    import importlib.util
-
-    import torch
-
-    torch.set_num_threads(1)
-    root = Path(__file__).resolve().parents[2]
-    sys.path += [str(root / "tools"), str(root / "tests/rehearsal")]
-    call = pickle.loads((directory / "call.pickle").read_bytes())
-    calls: list[Any] | None = None
-    if call["nccl_rules"]:
-        import nccl_rules
-        import pretended_gpu
-
-        pretended_gpu.pretend()
-        calls = nccl_rules.record()
-    spec = importlib.util.spec_from_file_location("rank_module", call["file"])
-    assert spec is not None and spec.loader is not None, f"cannot load {call['file']}"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["rank_module"] = module
-    spec.loader.exec_module(module)
-    function = vars(module)[call["name"]]
-    result = function(rank, call["world_size"], f"file://{directory / 'rendezvous'}", *call["args"])
-    (directory / f"result{rank}.pickle").write_bytes(pickle.dumps(result))
-    if calls is not None:
-        (directory / f"calls{rank}.pickle").write_bytes(pickle.dumps(calls))
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    _rank_main(Path(sys.argv[1]), int(sys.argv[2]))

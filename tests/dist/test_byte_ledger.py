@@ -5,8 +5,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 from layout_runs import make_settings, make_trainer, train_batches
 from layout_table import BASE, LAYOUTS
+
+pytestmark = pytest.mark.fresh_ranks
 
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "ppo": {"advantage": {"kind": "gae"}, "kl": {"coef": 0.05}},

@@ -12,6 +12,8 @@ from layout_runs import make_settings, make_trainer, run_cases, train_batches
 from layout_table import LAYOUTS, MODELS, Case
 from nccl_rules import Call, broken_rules, refuse
 
+pytestmark = pytest.mark.fresh_ranks
+
 CASES = (
     Case("tp2 sp", "tied", "ppo"),
     Case("pp2 vpp2", "tied", "grpo"),

@@ -25,6 +25,8 @@ from layout_table import BASE, LAYOUTS, OBJECTIVES, Case
 from layout_table import MODELS as TINY_MODELS
 from te_sources import NEWEST, OLDEST, Pair
 
+pytestmark = pytest.mark.fresh_ranks
+
 MODELS = {
     **TINY_MODELS,
     "windows and YaRN": {

@@ -1,11 +1,15 @@
 """Additions to SGLang, mostly to run without a GPU. Called once, in the server's process."""
 
 import functools
+import importlib.util
+import json
 import multiprocessing
+import os
 import sys
 import types
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import GenerateReqInput
@@ -40,6 +44,11 @@ def check_request(manager: "TokenizerManager", request: "GenerateReqInput", inpu
     first = request.logprob_start_len
     if first is not None and (not isinstance(first, int) or first < -1):
         raise ValueError(f"log-probs are asked for from token {first}, needs a number from 0, or -1 for the answer alone")
+
+
+def hide_megatron() -> None:
+    """Let megatron-core count as absent: SGLang's dumper, unused here, would import it for 2 s."""
+    sys.modules["megatron"] = None  # type: ignore[assignment]  # Python then raises ImportError
 
 
 def provide_vllm_operators() -> None:
@@ -81,6 +90,48 @@ def take_cpu_for_the_device() -> None:
         return original(device or "cpu")
 
     torch.get_device_module = get_device_module  # type: ignore[assignment]
+
+
+def compile_at_first_call() -> None:
+    """Let `torch.compile` make a function's compiled form when called: the compiler takes 1 s to import.
+
+    SGLang decorates dozens of functions at import, few of which are called on a CPU.
+    """
+    import torch
+
+    original = torch.compile
+
+    def compile_later(model: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:
+        if model is None:
+            return functools.partial(compile_later, **options)
+        if not isinstance(model, types.FunctionType):
+            return original(model, **options)
+        compiled = functools.cache(functools.partial(original, model, **options))
+
+        @functools.wraps(model)
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            return compiled()(*arguments, **keywords)
+
+        return call
+
+    torch.compile = compile_later
+
+
+def import_needed_models(arguments: Mapping[str, Any]) -> None:
+    """Let SGLang import the modules that name the model's architecture, instead of 250: 2 s of CPU time.
+
+    All are imported for an architecture without a class there, which SGLang may rename, and beside a
+    draft model, which may have another one.
+    """
+    package = importlib.util.find_spec("sglang.srt.models")
+    names = json.loads(Path(arguments["model_path"], "config.json").read_text()).get("architectures")
+    if package is None or not names or any(argument.startswith("speculative") for argument in arguments):
+        return
+    files = [file for place in package.submodule_search_locations or () for file in Path(place).glob("*.py")]
+    texts = {file.stem: file.read_text(errors="replace") for file in files}
+    if any(f"class {names[0]}(" in text for text in texts.values()):
+        others = [module for module, text in texts.items() if names[0] not in text]
+        os.environ.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(others))
 
 
 def allocate_host_memory_unpinned() -> None:

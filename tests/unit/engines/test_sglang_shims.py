@@ -1,13 +1,25 @@
 """What takes the place of SGLang's kernels where there is no GPU."""
 
+import importlib
+import json
 import math
+import os
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_rl.engines.on_cpu.sglang_shims import add_gated, check_request, take_cpu_for_the_device
+from megatron_rl.engines.on_cpu.sglang_shims import (
+    add_gated,
+    check_request,
+    compile_at_first_call,
+    hide_megatron,
+    import_needed_models,
+    take_cpu_for_the_device,
+)
 
 
 def test_the_shared_experts_are_weighed_token_by_token() -> None:
@@ -28,6 +40,58 @@ def test_a_cuda_build_of_torch_names_the_cpu(monkeypatch: pytest.MonkeyPatch) ->
     assert callable(vars(torch.get_device_module)["__wrapped__"]), "torch.compile looks there"
     assert torch.get_device_module() is torch.cpu
     assert torch.get_device_module("cuda") is torch.cuda
+
+
+def test_a_function_is_compiled_once_and_when_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[Any] = []
+
+    def compile_now(model: Any, **options: Any) -> Any:
+        compiled.append((model, options))
+        return lambda *numbers: 10 * model(*numbers)
+
+    monkeypatch.setattr(torch, "compile", compile_now)
+    compile_at_first_call()
+
+    def double(number: int) -> int:
+        return 2 * number
+
+    plain, decorated = torch.compile(double), torch.compile(dynamic=True)(double)
+    assert compiled == [] and decorated.__name__ == "double"
+    assert [plain(1), decorated(2), decorated(3)] == [20, 40, 60]
+    assert compiled == [(double, {}), (double, {"dynamic": True})]
+    # A module is compiled as its owner asks for it.
+    assert callable(torch.compile(torch.nn.Identity())) and len(compiled) == 3
+
+
+def test_an_engine_has_no_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    hide_megatron()
+    with pytest.raises(ImportError):
+        importlib.import_module("megatron")
+
+
+@pytest.mark.parametrize(
+    ("keys", "arguments", "kept"),
+    [
+        ({"architectures": ["Qwen3MoeForCausalLM"]}, {}, {"qwen3_moe"}),
+        ({"architectures": ["DeepseekV3ForCausalLM"]}, {}, {"deepseek_v2", "deepseek_nextn"}),
+        # A class beside others, and one of transformers.
+        ({"architectures": ["Phi3ForCausalLM"]}, {}, {"llama"}),
+        ({"architectures": ["Olmo3ForCausalLM"]}, {}, None),
+        ({}, {}, None),
+        ({"architectures": ["Qwen3MoeForCausalLM"]}, {"speculative_algorithm": "EAGLE"}, None),
+    ],
+)
+def test_only_modules_that_name_the_model_are_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], arguments: dict[str, Any], kept: set[str] | None
+) -> None:
+    # Set first, so that the variable is taken back in the end.
+    monkeypatch.setenv("SGLANG_DISABLED_MODEL_ARCHS", "")
+    monkeypatch.delenv("SGLANG_DISABLED_MODEL_ARCHS")
+    (tmp_path / "config.json").write_text(json.dumps(keys))
+    import_needed_models({"model_path": str(tmp_path), **arguments})
+    others = os.environ.get("SGLANG_DISABLED_MODEL_ARCHS", "").split(",")
+    assert others == [""] if kept is None else len(others) > 200 and kept.isdisjoint(others) and "gemma3_causal" in others
 
 
 @pytest.mark.parametrize(

@@ -48,8 +48,9 @@ def play(
     max_turns: int = 16,
     log_path: Path | None = None,
     until_s: float = 100.0,
+    ends: Callable[[], bool] | None = None,
 ) -> tuple[Sample, ...]:
-    """The samples of a rollout with the agent `name`, a program where it `runs`, after the checks of a run."""
+    """The samples of a rollout with the agent `name`, a program where it `runs`, after the checks of a run; late once it `ends`."""
     tokenizer = chat_tokenizer()
     agent = AgentSettings(command=(sys.executable, str(PROGRAM), name)) if runs else AgentSettings(function=f"agents_under_test:{name}")
     chosen = RolloutSettings(agent=agent, args=args or {}, max_turns=max_turns)
@@ -60,7 +61,10 @@ def play(
         async with opened as rollout:
             sampling = Sampling(max_tokens=200)
             made = rollout(prompt=prompt, generator=policy(tokenizer, texts), sampling=sampling, num_samples=1, tokenizer=tokenizer)
-            return await asyncio.wait_for(made, until_s)
+            playing = asyncio.ensure_future(made)
+            if ends is not None:
+                await until(lambda: playing.done() or ends())
+            return await asyncio.wait_for(playing, until_s if ends is None else 0)
 
     return check_samples(asyncio.run(work()), prompt=prompt, num_samples=1, vocab_size=len(tokenizer), max_tokens=4096)
 
@@ -179,7 +183,7 @@ def test_a_command_ends_with_what_it_started(name: str, tmp_path: Path) -> None:
     file = tmp_path / "pid"
     if name == "hang":
         with pytest.raises(TimeoutError):
-            play(name, runs=True, metadata={"file": str(file)}, until_s=20)
+            play(name, runs=True, metadata={"file": str(file)}, ends=lambda: file.exists() and bool(file.read_text()))
     else:
         play(name, runs=True, metadata={"file": str(file)})
     own = int(file.read_text())

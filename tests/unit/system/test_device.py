@@ -31,10 +31,14 @@ def test_device_follows_cuda(monkeypatch):
 def test_megatron_imports_beside_a_package_without_driver(tmp_path):
     (tmp_path / "flash_mla.py").write_text("raise OSError('libcuda.so.1: cannot open shared object file')")
     paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    code = "import megatron_rl.models, megatron.core.transformer.attention as used, sys; print(used.HAVE_FMLA, 'flash_mla' in sys.modules)"
+    # As a rank enters: without FlashMLA, the compiler and warnings of absent packages.
+    code = (
+        "import megatron_rl.checkpoints.training_state, megatron.core.transformer.attention as used, sys; "
+        "print(used.HAVE_FMLA, 'flash_mla' in sys.modules, 'torch._dynamo' in sys.modules)"
+    )
     environment = {**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False, timeout=120)
-    assert (done.returncode, done.stdout) == (0, "False False\n"), done.stderr
+    assert (done.returncode, done.stdout, "not installed" in done.stderr) == (0, "False False False\n", False), done.stderr
 
 
 def test_a_side_stream_follows_earlier_work_and_is_the_thread_s(monkeypatch):
