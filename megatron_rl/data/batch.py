@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megatron_rl.errors import UserError, counted
+from megatron_rl.system.frozen_arrays import Candidates
 from megatron_rl.types import Experts, Group, Ints, RewardOutcome, Sample, TrainBatch, trajectories
 
 GREEDY_BASELINE = "greedy_baseline"
@@ -53,6 +54,7 @@ def make_train_batch(groups: Sequence[Group], *, version: int = 0) -> TrainBatch
         component_names=names,
         version=version,
         reward_components=np.array([[parts.get(name, np.nan) for name in names] for parts in components]),
+        candidates=_candidates([sample.candidates for sample in samples], layout),
         **_routing([sample.routed_experts for sample in samples], lengths=np.diff(layout["cu_seqlens"])),
     )
 
@@ -71,13 +73,15 @@ def batch_from_sequences(
     advantages: Sequence[ArrayLike] | None = None,
     truncated: ArrayLike | None = None,
     trajectory_ids: Iterable[Hashable] | None = None,
+    candidates: Sequence[Candidates | None] | None = None,
 ) -> TrainBatch:
     """Return a batch of B responses, `responses[b]` [R_b] to `prompts[b]` [P_b], as token ids.
 
     `rewards` and `truncated` [B]. `trajectory_ids` [B], any labels; by default each response is one.
     `group_ids` [B], any labels; by default equal first prompts of a trajectory. Others are [R_b]:
     `loss_masks` (default: all trained) and the fields of TrainBatch; an advantage may be one number.
-    Without `rollout_log_probs` the generator is the policy before the step. Raises ValueError.
+    Without `rollout_log_probs` the generator is the policy before the step. `candidates` are those
+    of each response's sampler, for every trained token of the batch or none. Raises ValueError.
     """
     prompt_ids, response_ids = _token_rows(prompts, responses)
     num, layout = len(response_ids), _layout(prompt_ids, response_ids)
@@ -101,6 +105,7 @@ def batch_from_sequences(
         group_ids=_numbered(groups),
         trajectory_ids=_numbered(attempts),
         truncated=np.zeros(num, np.bool_) if truncated is None else np.asarray(truncated),
+        candidates=_candidates([None] * num if candidates is None else candidates, layout),
     )
 
 
@@ -203,6 +208,16 @@ def _routing(records: Sequence[Experts | None], *, lengths: Ints) -> dict[str, A
             routed[start : start + len(record)] = True
     experts.setflags(write=False)
     return {"routed_experts": experts, "routed": routed}
+
+
+def _candidates(records: Sequence[Candidates | None], layout: Mapping[str, Any]) -> Candidates | None:
+    """Return the candidates [T], none for prompts and responses without a record; None without any record."""
+    if all(record is None for record in records):
+        return None
+    lengths = np.diff(layout["cu_seqlens"]) - layout["prompt_lengths"]
+    known = [Candidates.none(length) if record is None else record for record, length in zip(records, lengths, strict=True)]
+    prompts = map(Candidates.none, layout["prompt_lengths"])
+    return Candidates.joined(itertools.chain(*zip(prompts, known, strict=True)))
 
 
 def _with_prompts(responses: Sequence[NDArray[Any]], prompt_lengths: Ints, *, fill: float) -> NDArray[Any]:
