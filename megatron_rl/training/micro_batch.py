@@ -82,9 +82,9 @@ def make_micro_batch(
 
 
 def _columns(candidates: Candidates, device: torch.device) -> CandidateColumns:
-    counts, move = candidates.counts, partial(to_device, device=device)
+    ids, counts, move = candidates.ids.copy(), candidates.counts.copy(), partial(to_device, device=device)
     rows = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
-    return CandidateColumns(move(candidates.ids), move(rows), move(counts), [0, *np.cumsum(counts).tolist()])
+    return CandidateColumns(move(ids), move(rows), move(counts), [0, *np.cumsum(counts).tolist()])
 
 
 @dataclass(frozen=True, slots=True)
