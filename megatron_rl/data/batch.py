@@ -78,23 +78,20 @@ def batch_from_sequences(
     """Return a batch of B responses, `responses[b]` [R_b] to `prompts[b]` [P_b], as token ids.
 
     `rewards` and `truncated` [B]. `trajectory_ids` [B], any labels; by default each response is one.
-    `group_ids` [B], any labels; by default equal first prompts of a trajectory. Others are [R_b]:
-    `loss_masks` (default: all trained) and the fields of TrainBatch; an advantage may be one number.
-    Without `rollout_log_probs` the generator is the policy before the step. `candidates` are those
-    of each response's sampler, for every trained token of the batch or none. Raises ValueError.
+    `group_ids` [B], any labels; by default equal first prompts of a trajectory. Others are [R_b], as
+    in TrainBatch: `loss_masks` (default: all trained); an advantage may be one number. Without
+    `rollout_log_probs` the generator is the policy before the step. Raises ValueError.
     """
     prompt_ids, response_ids = _token_rows(prompts, responses)
     num, layout = len(response_ids), _layout(prompt_ids, response_ids)
     attempts = list(range(num) if trajectory_ids is None else trajectory_ids)
     if len(attempts) != num:
         raise ValueError(f"batch_from_sequences got {len(attempts)} trajectory_ids, needs one for each of {num} responses")
-    groups = _first_prompts(prompt_ids, attempts) if group_ids is None else group_ids
-    masks = [np.ones(len(ids)) for ids in response_ids] if loss_masks is None else loss_masks
     made = [np.full(len(ids), -1 if rollout_log_probs is None else 0) for ids in response_ids]
     flat = partial(_flat, response_ids, layout["prompt_lengths"])
     return TrainBatch(
         **layout,
-        loss_mask=flat("loss_masks", masks),
+        loss_mask=flat("loss_masks", [np.ones(len(ids)) for ids in response_ids] if loss_masks is None else loss_masks),
         weight_versions=_with_prompts(made, layout["prompt_lengths"], fill=-1),
         rollout_log_probs=flat("rollout_log_probs", rollout_log_probs),
         old_log_probs=flat("old_log_probs", old_log_probs),
@@ -102,10 +99,10 @@ def batch_from_sequences(
         values=flat("values", values),
         advantages=flat("advantages", advantages),
         rewards=np.full(num, np.nan) if rewards is None else np.asarray(rewards),
-        group_ids=_numbered(groups),
+        group_ids=_numbered(_first_prompts(prompt_ids, attempts) if group_ids is None else group_ids),
         trajectory_ids=_numbered(attempts),
         truncated=np.zeros(num, np.bool_) if truncated is None else np.asarray(truncated),
-        candidates=_candidates([None] * num if candidates is None else candidates, layout),
+        candidates=_candidates(candidates or [None] * num, layout),
     )
 
 

@@ -115,49 +115,6 @@ def reference_log_probs(model: Qwen3ForCausalLM, tokens: list[int], *, temperatu
     return torch.log_softmax(logits, -1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].numpy()
 
 
-CHOSEN = (
-    {"top_p": 0.9, "top_k": 4096}, {"top_k": 5}, {"min_p": 0.2, "top_k": 4096}, {"top_p": 0.9, "top_k": 7, "min_p": 0.1},
-)  # fmt: skip
-
-
-def drawn_from(probs: np.ndarray, *, top_p: float = 1.0, top_k: int, min_p: float = 0.0) -> set[int]:
-    """The tokens of which a sampler draws one, by definition."""
-    kept, mass = [], 0.0
-    for token in np.argsort(-probs)[:top_k]:
-        if mass <= top_p and probs[token] >= min_p * probs.max():
-            kept.append(int(token))
-        mass += probs[token]
-    return set(kept)
-
-
-def test_candidates_are_those_of_which_a_token_is_drawn(ask: Callable[..., Any], models: dict[str, tuple[Path, Qwen3ForCausalLM]]) -> None:
-    prompt = np.array([3, 1, 4, 1, 5])
-
-    async def work(client: EngineClient) -> list[Generation]:
-        options = {"temperature": TEMPERATURE, "records_candidates": True}
-        asking = [client.generate(prompt, sampling=Sampling(max_tokens=24, **options, **chosen), num_samples=2) for chosen in CHOSEN]
-        plain = client.generate(prompt, sampling=Sampling(max_tokens=24, top_p=0.9))
-        made = await asyncio.gather(*asking, plain)
-        async with in_the_middle(client.generate(prompt, sampling=Sampling(max_tokens=400, **options, **CHOSEN[0])), client) as aborted:
-            await client.pause("abort")
-        await client.resume()
-        return [*(each for answers in (*made, await aborted) for each in answers)]
-
-    *recorded, plain, aborted = ask(work)
-    assert plain.candidates is None and aborted.stop_reason is StopReason.ABORT and len(aborted.token_ids)
-    for generation, chosen in zip((*recorded, aborted), (*(each for each in CHOSEN for _ in range(2)), CHOSEN[0]), strict=True):
-        tokens, sizes = [*prompt.tolist(), *generation.token_ids.tolist()], generation.candidates.counts
-        with torch.no_grad():
-            logits = models["first"][1](torch.tensor([tokens])).logits[0, len(prompt) - 1 : -1].double() / TEMPERATURE
-        log_p = torch.log_softmax(logits, -1).numpy()
-        sets = [set(part.tolist()) for part in np.split(generation.candidates.ids, np.cumsum(sizes)[:-1])]
-        assert [len(each) for each in sets] == sizes.tolist(), "no token twice"
-        # A token at the border of top_p may fall either way by rounding.
-        assert np.mean([found == drawn_from(np.exp(row), **chosen) for found, row in zip(sets, log_p, strict=True)]) > 0.95
-        for token, found, row, log_prob in zip(generation.token_ids.tolist(), sets, log_p, generation.log_probs, strict=True):
-            assert abs(row[token] - np.logaddexp.reduce(row[list(found)]) - log_prob) < 2e-5
-
-
 def test_a_server_tells_its_load_and_of_its_answers(ask: Callable[..., Any]) -> None:
     async def work(client: EngineClient) -> tuple[list[EngineLoad], dict[str, int]]:
         prompt, sampling, loads = np.arange(60), Sampling(max_tokens=300), []

@@ -170,7 +170,7 @@ def one_step(sequences: int, length: int, log_probs: Tensor, mask: Tensor) -> No
 def candidates_as_published(tokens: int, vocab: int) -> CandidateColumns:
     """Random candidates in published numbers: one for about half of the tokens, 8 on average, some with more than 80."""
     random = np.random.default_rng(0)
-    counts = np.where(random.random(tokens) < 0.47, 1, 1 + random.lognormal(1.7, 1.25, tokens)).astype(np.int32).clip(1, vocab)
+    counts = np.where(random.random(tokens) < 0.47, 1, 1 + random.lognormal(1.8, 1.25, tokens)).astype(np.int32).clip(1, vocab)
     ids = np.concatenate([random.choice(vocab, count, replace=False) for count in counts]).astype(np.int32)
     rows, offsets = np.repeat(np.arange(tokens, dtype=np.int32), counts), [0, *np.cumsum(counts).tolist()]
     return CandidateColumns(torch.from_numpy(ids), torch.from_numpy(rows), torch.from_numpy(counts), offsets)
