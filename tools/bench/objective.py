@@ -179,7 +179,9 @@ def candidates_as_published(tokens: int, vocab: int) -> CandidateColumns:
 def bench_candidates(tokens: int, vocab: int, channels: int, repeats: int) -> None:
     """Print part 3."""
     torch.manual_seed(0)
-    hidden, weight = torch.randn(tokens, channels, requires_grad=True), torch.randn(vocab, channels, requires_grad=True)
+    hidden = torch.randn(tokens, channels, requires_grad=True)
+    # Logits of a model's size: with larger ones a CPU spends its time on numbers near the smallest of float32.
+    weight = (2 * torch.randn(vocab, channels) / channels**0.5).requires_grad_()
     candidates = candidates_as_published(tokens, vocab)
     targets = candidates.columns[torch.tensor(candidates.offsets[:-1])].long()
 
