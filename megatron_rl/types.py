@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_rl.system.frozen_arrays import check_distinct, freeze, freeze_experts, freeze_table
+from megatron_rl.system.frozen_arrays import Candidates, check_candidates, check_distinct, freeze, freeze_experts, freeze_table
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -114,6 +114,7 @@ class Sample:
 
     `routed_experts` [N, L, K] are the engine's experts of the first N tokens of prompt and response
     in L mixture layers. The last token of a turn is never routed: one turn has N <= P + R - 1.
+    `candidates` [R] are those of the sampler, for all trained tokens; None: the whole vocabulary.
     """
 
     group_id: str
@@ -130,6 +131,7 @@ class Sample:
     routed_experts: Experts | None = None
     trajectory: int | None = None
     role: str | None = None
+    candidates: Candidates | None = None
 
     def __post_init__(self) -> None:
         if self.trajectory is not None:
@@ -143,6 +145,8 @@ class Sample:
                 f"Sample {self.index} of group {self.group_id} has the rollout log-prob {trained[~np.isfinite(trained)][0]} on a trainable "
                 "token, needs a finite number"
             )
+        if self.candidates is not None:
+            check_candidates(self, self.response_ids, name=f"Sample {self.index} of group {self.group_id}")
         if self.routed_experts is not None:
             freeze_experts(self)
             check_distinct(self, self.routed_experts)
@@ -234,6 +238,7 @@ class TrainBatch:
     `group_ids` [B] are equal for samples of a prompt. `truncated` [B] is True where the token budget
     ended the response. `reward_components` [B, K], named by `component_names` [K], are NaN where a
     part is missing. `routed_experts` [T, L, K] are the engines', known where `routed` [T] is True.
+    `candidates` [T] restrict log-probs and entropies to the distribution that was sampled.
     `version` is that of the weights before the step on this batch.
 
     `trajectory_ids` [B] are equal for the sequences of one trajectory, which have one group and one
@@ -265,6 +270,7 @@ class TrainBatch:
     advantages: Floats | None = None
     trajectory_ids: Ints = field(default_factory=lambda: np.empty(0, np.int64))
     version: int = 0
+    candidates: Candidates | None = None
 
     def __post_init__(self) -> None:
         if not len(self.trajectory_ids):
@@ -283,6 +289,8 @@ class TrainBatch:
         freeze(self, {"routed": np.bool_}, length=None if self.routed_experts is None else num_tokens)
         if self.routed_experts is not None:
             freeze_experts(self, length=num_tokens)
+        if self.candidates is not None:
+            check_candidates(self, self.tokens)
 
     def _check_finite(self, name: str) -> None:
         """Raise ValueError for a trainable token without a number in the field `name` [T]."""
@@ -348,6 +356,7 @@ class TrainBatch:
             fields |= {"routed": self.routed[positions], "routed_experts": self.routed_experts[positions]}
             # The record copies no array that is read-only.
             fields["routed_experts"].setflags(write=False)
+        fields["candidates"] = None if self.candidates is None else self.candidates.take(positions)
         return dataclasses.replace(self, cu_seqlens=np.concatenate([[0], np.cumsum(self.lengths[rows])]), **fields)
 
 

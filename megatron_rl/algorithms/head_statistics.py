@@ -7,6 +7,7 @@ depend on the number of rows.
 Legend: N rows, H hidden channels, V vocabulary columns of this rank.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_rl.algorithms.log_prob import TORCH_ROWS, RowMaths, Shard, TokenStatistics, gather_partials
+from megatron_rl.algorithms.log_prob import TORCH_ROWS, CandidateColumns, RowMaths, Shard, TokenStatistics, gather_partials
 
 # Logits of a chunk: enough rows for the products with the head's weight to be compute-bound at any vocabulary.
 _CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**29}
@@ -32,6 +33,7 @@ def token_statistics(
     vocab_start: int = 0,
     group: dist.ProcessGroup | None = None,
     with_entropy: bool = True,
+    candidates: CandidateColumns | None = None,
 ) -> TokenStatistics:
     """Return statistics of the policy softmax(logits / temperature) at `targets` [T], global token ids.
 
@@ -39,8 +41,8 @@ def token_statistics(
     ... vocab_start + V`; those at or beyond `vocab_size` are padding, with any content. A logit may
     be -inf. With `group`, the columns of all ranks make up the vocabulary: each rank gets the whole
     result and the gradient of its columns. Entropy H = -sum p ln p, varentropy = sum p (ln p +
-    H)^2. Raises ValueError when shapes disagree, the temperature is not positive or a target is
-    outside the vocabulary.
+    H)^2; the softmax is over `candidates` where given. Raises ValueError when shapes disagree, the
+    temperature is not positive or a target is outside the vocabulary.
 
     Example: `token_statistics(logits[:-1], ids[1:], temperature=1.0, vocab_size=n).log_prob` of one
     sequence `ids`.
@@ -50,8 +52,7 @@ def token_statistics(
     if targets.numel() and not (int(targets.min()) >= 0 and int(targets.max()) < vocab_size):
         raise ValueError(f"token_statistics got targets in [{int(targets.min())}, {int(targets.max())}], needs them in [0, {vocab_size})")
     shard = Shard.of(num_columns=logits.shape[1], temperature=temperature, vocab_size=vocab_size, vocab_start=vocab_start)
-    log_prob, entropy, varentropy = _Statistics.apply(logits, None, targets, shard, group, with_entropy, None, TORCH_ROWS)
-    return TokenStatistics(log_prob, entropy if with_entropy else None, varentropy if with_entropy else None)
+    return _statistics(logits, None, targets, shard, group, with_entropy, None, TORCH_ROWS, candidates)
 
 
 def head_statistics(
@@ -66,6 +67,7 @@ def head_statistics(
     with_entropy: bool = True,
     gradient_buffer: Tensor | None = None,
     rows: RowMaths = TORCH_ROWS,
+    candidates: CandidateColumns | None = None,
 ) -> TokenStatistics:
     """Return `token_statistics` of the logits `hidden` [N, H] x `weight` [V, H] transposed, at `targets` [N].
 
@@ -83,8 +85,14 @@ def head_statistics(
         shapes = [tuple(tensor.shape) for tensor in (hidden, weight, targets)]
         raise ValueError(f"head_statistics got hidden, weight and targets of shapes {shapes}, needs [N, H], [V, H] and [N]")
     shard = Shard.of(num_columns=len(weight), temperature=temperature, vocab_size=vocab_size, vocab_start=vocab_start)
-    log_prob, entropy, varentropy = _Statistics.apply(hidden, weight, targets, shard, group, with_entropy, gradient_buffer, rows)
-    return TokenStatistics(log_prob, entropy if with_entropy else None, varentropy if with_entropy else None)
+    return _statistics(hidden, weight, targets, shard, group, with_entropy, gradient_buffer, rows, candidates)
+
+
+def _statistics(*inputs: Any) -> TokenStatistics:
+    """Return the statistics of `inputs`, those of `_Statistics.forward`."""
+    log_prob, entropy, varentropy, full_entropy = _Statistics.apply(*inputs)
+    with_entropy = inputs[5]
+    return TokenStatistics(log_prob, entropy if with_entropy else None, varentropy if with_entropy else None, full_entropy)
 
 
 def _chunks(num_rows: int, num_columns: int, device: torch.device) -> list[slice]:
@@ -110,29 +118,41 @@ class _Statistics(torch.autograd.Function):
         with_entropy: bool,
         gradient_buffer: Tensor | None,
         rows: RowMaths,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        candidates: CandidateColumns | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        def partials(logits: Tensor, part: slice) -> list[Tensor]:
+            own = partial(rows.partials, targets=targets[part], shard=shard, with_entropy=with_entropy)
+            whole = [own(logits)] if candidates is None or with_entropy else []
+            if candidates is None:
+                return whole
+            return [own(candidates.restricted(logits, part, shard, in_place=weight is not None)), *whole]
+
         if weight is None:
-            partials = rows.partials(hidden, targets, shard=shard, with_entropy=with_entropy)
+            parts = [partials(hidden, slice(0, len(hidden)))]
         else:
             slices = _chunks(len(hidden), len(weight), hidden.device) or [slice(0, 0)]
             # No name holds a chunk's logits while the next chunk's are made.
-            parts = [rows.partials(hidden[part] @ weight.t(), targets[part], shard=shard, with_entropy=with_entropy) for part in slices]
-            partials = torch.cat(parts)
-        log_prob, saved = gather_partials(partials, group)
+            parts = [partials(hidden[part] @ weight.t(), part) for part in slices]
+        # Rows over the candidates, and then the same ones over the vocabulary.
+        log_prob, saved = gather_partials(torch.cat([torch.cat(each) for each in zip(*parts, strict=True)]), group)
+        full_entropy = saved[2][len(hidden) :] if candidates is not None and with_entropy else None
+        log_prob, saved = log_prob[: len(hidden)], [numbers[: len(hidden)] for numbers in saved]
         _, _, entropy, varentropy, *_ = saved
         ctx.save_for_backward(hidden, weight, targets, *saved)
-        ctx.shard, ctx.gradient_buffer, ctx.rows = shard, gradient_buffer, rows
+        ctx.shard, ctx.gradient_buffer, ctx.rows, ctx.candidates = shard, gradient_buffer, rows, candidates
         ctx.set_materialize_grads(False)
-        if not with_entropy:
-            ctx.mark_non_differentiable(entropy, varentropy)
-        return log_prob, entropy, varentropy
+        ctx.mark_non_differentiable(*([] if with_entropy else [entropy, varentropy]), *([] if full_entropy is None else [full_entropy]))
+        return log_prob, entropy, varentropy, full_entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         hidden, weight, targets, *saved = ctx.saved_tensors
+        gradients, candidates = gradients[:3], ctx.candidates
         if weight is None:
-            return ctx.rows.gradient(hidden, targets, ctx.shard, saved, gradients), *[None] * 7
+            if candidates is not None:
+                hidden = candidates.restricted(hidden, slice(0, len(hidden)), ctx.shard, in_place=False)
+            return ctx.rows.gradient(hidden, targets, ctx.shard, saved, gradients), *[None] * 8
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         hidden_gradient = torch.empty_like(hidden) if wants_hidden else None
         parts = _chunks(len(hidden), len(weight), hidden.device)
@@ -144,6 +164,8 @@ class _Statistics(torch.autograd.Function):
             own_saved, own_gradients = [row[part] for row in saved], [None if row is None else row[part] for row in gradients]
             # The logits are made again, and their gradient takes their place.
             logits = hidden[part] @ weight.t()
+            if candidates is not None:
+                candidates.restricted(logits, part, ctx.shard, in_place=True)
             chunk = ctx.rows.gradient(logits, targets[part], ctx.shard, own_saved, own_gradients, in_place=True)
             assert chunk is not None, "autograd asks for a gradient only where something has one"
             if hidden_gradient is not None:
@@ -156,7 +178,7 @@ class _Statistics(torch.autograd.Function):
             del logits, chunk
         if wants_weight and weight_gradient is None:
             weight_gradient = total.to(weight.dtype) if sums else torch.zeros_like(weight)
-        return hidden_gradient, weight_gradient, *[None] * 6
+        return hidden_gradient, weight_gradient, *[None] * 7
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -22,11 +22,16 @@ _DEFAULT_CHUNK_ELEMENTS = 2**22
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenStatistics:
-    """Of softmax(logits / temperature), nats, differentiable: `log_prob` [T]; if asked `entropy` and `varentropy` [T]."""
+    """Of softmax(logits / temperature), nats, differentiable: `log_prob` [T]; if asked `entropy` and `varentropy` [T].
+
+    The softmax is over the candidates where there are any; `full_entropy` [T], not differentiable, is
+    then that over the vocabulary.
+    """
 
     log_prob: Tensor
     entropy: Tensor | None
     varentropy: Tensor | None
+    full_entropy: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,32 @@ class Shard:
                 f"token_statistics got temperature {temperature}, needs a positive one; greedy sampling has no entropy to train on"
             )
         return cls(temperature, vocab_start, max(0, min(num_columns, vocab_size - vocab_start)))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CandidateColumns:
+    """The vocabulary's columns that a softmax of T rows is over: `columns` [K] with their `rows` [K], row after row.
+
+    `counts` [T] are those of each row, and `offsets` [T + 1], on the host, count them up. A row with
+    none has the whole vocabulary.
+    """
+
+    columns: Tensor
+    rows: Tensor
+    counts: Tensor
+    offsets: Sequence[int]
+
+    def restricted(self, logits: Tensor, part: slice, shard: Shard, *, in_place: bool) -> Tensor:
+        """Return `logits` [rows of `part`, V] with -inf in all columns but the candidates'."""
+        own, width = slice(self.offsets[part.start], self.offsets[part.stop]), logits.shape[1]
+        rows, columns = self.rows[own].long() - part.start, self.columns[own].long() - shard.start
+        dropped = torch.empty(logits.numel() + 1, dtype=torch.bool, device=logits.device)
+        plane = dropped[:-1].view_as(logits)
+        plane.copy_((self.counts[part] > 0).unsqueeze(1).expand_as(plane))
+        # Candidates of other ranks meet behind the plane: choosing this rank's would wait for the device.
+        here = (columns >= 0) & (columns < shard.columns)
+        dropped.index_fill_(0, torch.where(here, rows * width + columns, logits.numel()), False)
+        return logits.masked_fill_(plane, float("-inf")) if in_place else logits.masked_fill(plane, float("-inf"))
 
 
 def _chunks(logits: Tensor, columns: int) -> tuple[list[slice], Tensor]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_rl.algorithms.objective import Advantages
+from megatron_rl.config.derived import CANDIDATES_LIMIT, MOST_CANDIDATES
 from megatron_rl.config.eval_sets import EvalSettings
 from megatron_rl.config.order import FirstComplete
 from megatron_rl.config.section import MAX_INTEGER
@@ -47,6 +48,7 @@ def contradictions(settings: Settings) -> list[str]:
         if rollout.max_staleness and not objective.corrects_staleness:
             found.append(_uncorrected(f"rollout.max_staleness is {rollout.max_staleness}", objective.policy_loss.kind))
         found += [*_group(data, objective.advantage), *_lengths(data, rollout.sampling, training), *_engines(rollout.sglang)]
+        found += _candidates(rollout.sampling, rollout.sglang)
     if data.chat_template_kwargs and rollout.is_hosted:
         found.append(
             f"data.chat_template_kwargs has {', '.join(data.chat_template_kwargs)}, but {rollout.name} renders its messages by "
@@ -278,6 +280,20 @@ def _lengths(data: DataSettings, sampling: SamplingSettings, training: TrainingS
             f"a sequence may have data.max_prompt_tokens {prompt} + rollout.sampling.max_response_tokens {response} = "
             f"{prompt + response} tokens, but a micro-batch holds training.max_tokens_per_micro_batch {budget} × cp {cp} = {budget * cp}; "
             f"set training.max_tokens_per_micro_batch to {-(-(prompt + response) // cp)} or more, or allow fewer tokens"
+        )
+
+
+def _candidates(sampling: SamplingSettings, sglang: Mapping[str, Any]) -> Iterator[str]:
+    most = sglang.get(CANDIDATES_LIMIT, MOST_CANDIDATES)
+    if sampling.top_k is not None and sampling.top_k > most:
+        yield (
+            f"rollout.sampling.top_k is {sampling.top_k}, but an engine records at most {most} candidates for a token; set top_k to {most} "
+            f"or less, or raise rollout.sglang.{CANDIDATES_LIMIT}"
+        )
+    if sampling.min_p and sglang.get("enable_deterministic_inference"):
+        yield (
+            f"rollout.sampling.min_p is {sampling.min_p}, but SGLang with rollout.sglang.enable_deterministic_inference ends at such a "
+            "request, since it draws by seeds from weights that min_p leaves without a norm; use top_p or top_k, or turn it off"
         )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from megatron_rl.config.derived import CANDIDATES_LIMIT, MOST_CANDIDATES, leaves_tokens_out
 from megatron_rl.config.settings import ClusterSettings, RolloutSettings, Settings, TopologySettings, TrainingSettings
 from megatron_rl.errors import counted
 
@@ -36,6 +37,11 @@ def decide(settings: Settings, *, has_gpus: bool) -> tuple[Settings, tuple[Decis
         made.append(Decision("reward.function", None, f"{giver} gives the rewards"))
     if has_gpus:
         made += _memory(training, settings.model.megatron)
+    if rollout.sampling.top_k is None and leaves_tokens_out(rollout.sampling) and not supervised:
+        most = rollout.sglang.get(CANDIDATES_LIMIT, MOST_CANDIDATES)
+        made.append(
+            Decision("rollout.sampling.top_k", most, f"an engine records at most {most} candidates for a token ({CANDIDATES_LIMIT})")
+        )
     field, cp, longest = "max_tokens_per_micro_batch", training.topology.cp, settings.longest_sequence
     if not supervised and field not in training.model_fields_set and longest > TrainingSettings().max_tokens_per_micro_batch * cp:
         prompt, response = settings.data.max_prompt_tokens, rollout.sampling.max_response_tokens

@@ -1,4 +1,4 @@
-"""Deadlines, the dtype and reward workers, which no setting says; `train --check` prints them."""
+"""Deadlines, the dtype, reward workers and recorded candidates, which no setting says; `train --check` prints them."""
 
 import os
 from pathlib import Path
@@ -12,6 +12,8 @@ CORES_PER_REWARD_WORKER = 4
 MOST_REWARD_WORKERS = 64
 FEWEST_REQUESTS = 8
 """Requests in flight that an engine has at least where rollout.max_concurrent_requests is null."""
+CANDIDATES_LIMIT, MOST_CANDIDATES = "sampling_mask_max_tokens", 4096
+"""Argument of SGLang for the candidates for a token that it records at most, and the default."""
 AUTO_DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 """The meaning of model.dtype auto, by the kind of device."""
 
@@ -34,6 +36,11 @@ def step_deadline_s(model: ModelSettings) -> float:
 def request_deadline_s(model: ModelSettings, sampling: SamplingSettings) -> float:
     """Return the seconds allowed for one generation request, retries included."""
     return model.deadline_s or REQUEST_S + sampling.max_response_tokens / REQUEST_TOKENS_PER_S
+
+
+def leaves_tokens_out(sampling: SamplingSettings) -> bool:
+    """Return True when some tokens are never drawn, and the candidates for each token are recorded."""
+    return sampling.top_p < 1 or sampling.top_k is not None or sampling.min_p > 0
 
 
 def _moving_s(model_path: Path) -> float:

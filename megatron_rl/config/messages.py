@@ -48,10 +48,10 @@ _ALIASES = {name: path for path, names in _NAMES_ELSEWHERE.items() for name in n
 _YAML_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "list", dict: "mapping"}
 _SET = re.compile(r"eval\.sets\.[^.]+\.")
 """Begin of the path of a setting of one set."""
-_NEVER = ("top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
+_NEVER = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 """Settings of sampling that do not exist."""
 _SURELY = 0.85
-"""Least similarity of `topp` and `min_pp` to the intended names.
+"""Least similarity of a misspelled name to the intended one.
 
 No setting's name is as similar to the intended names.
 """
@@ -113,8 +113,8 @@ def unknown_setting(path: str, *, kind: str | None = None) -> str:
     if never is not None:
         meant = "" if name == never else f", meant as {never}"
         return (
-            f"unknown setting {path}{meant}; there is none because tokens are drawn from the whole distribution, whose log-probs are what "
-            "the trainer learns from; rollout.sampling.temperature shapes it"
+            f"unknown setting {path}{meant}; there is none because a penalty changes logits by the tokens before, which the trainer's "
+            "log-probs do not; rollout.sampling.temperature, top_p, top_k and min_p shape the distribution on both sides"
         )
     others = [other for field in setting_fields() if field.path == path for other in field.kinds]
     if others:

@@ -149,12 +149,11 @@ class SamplingSettings(Section):
     """Sampling of responses."""
 
     temperature: float = Field(
-        1.0,
-        ge=0.01,
-        le=100,
-        description="Softmax temperature; the trainer divides its logits by the same number. An engine takes the likeliest token, "
-        "which is no sample, at temperatures near 0.",
+        1.0, ge=0.01, le=100, description="Softmax temperature, the trainer's too; near 0 an engine takes the likeliest token, no sample."
     )
+    top_p: float = Field(1.0, gt=0, le=1, description="Draw from the likeliest tokens, which have this probability together.")
+    top_k: int | None = Field(None, ge=2, description="Draw from so many likeliest tokens; with top_p or min_p as an engine records.")
+    min_p: float = Field(0.0, ge=0, lt=1, description="Draw from tokens with this share of the likeliest's probability.")
     max_response_tokens: int = Field(1024, ge=1, description="Token budget of one answer of an engine.")
     stop: tuple[str, ...] = Field((), description="Strings that end a response; the tokens that complete one are kept.")
     stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = Field((), description="Tokens that end a response besides end-of-sequence.")

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megatron_rl.errors import UserError, counted
+from megatron_rl.system.frozen_arrays import Candidates
 from megatron_rl.types import Experts, Group, Ints, RewardOutcome, Sample, TrainBatch, trajectories
 
 GREEDY_BASELINE = "greedy_baseline"
@@ -53,6 +54,7 @@ def make_train_batch(groups: Sequence[Group], *, version: int = 0) -> TrainBatch
         component_names=names,
         version=version,
         reward_components=np.array([[parts.get(name, np.nan) for name in names] for parts in components]),
+        candidates=_candidates([sample.candidates for sample in samples], layout),
         **_routing([sample.routed_experts for sample in samples], lengths=np.diff(layout["cu_seqlens"])),
     )
 
@@ -71,26 +73,25 @@ def batch_from_sequences(
     advantages: Sequence[ArrayLike] | None = None,
     truncated: ArrayLike | None = None,
     trajectory_ids: Iterable[Hashable] | None = None,
+    candidates: Sequence[Candidates | None] | None = None,
 ) -> TrainBatch:
     """Return a batch of B responses, `responses[b]` [R_b] to `prompts[b]` [P_b], as token ids.
 
     `rewards` and `truncated` [B]. `trajectory_ids` [B], any labels; by default each response is one.
-    `group_ids` [B], any labels; by default equal first prompts of a trajectory. Others are [R_b]:
-    `loss_masks` (default: all trained) and the fields of TrainBatch; an advantage may be one number.
-    Without `rollout_log_probs` the generator is the policy before the step. Raises ValueError.
+    `group_ids` [B], any labels; by default equal first prompts of a trajectory. Others are [R_b], as
+    in TrainBatch: `loss_masks` (default: all trained); an advantage may be one number. Without
+    `rollout_log_probs` the generator is the policy before the step. Raises ValueError.
     """
     prompt_ids, response_ids = _token_rows(prompts, responses)
     num, layout = len(response_ids), _layout(prompt_ids, response_ids)
     attempts = list(range(num) if trajectory_ids is None else trajectory_ids)
     if len(attempts) != num:
         raise ValueError(f"batch_from_sequences got {len(attempts)} trajectory_ids, needs one for each of {num} responses")
-    groups = _first_prompts(prompt_ids, attempts) if group_ids is None else group_ids
-    masks = [np.ones(len(ids)) for ids in response_ids] if loss_masks is None else loss_masks
     made = [np.full(len(ids), -1 if rollout_log_probs is None else 0) for ids in response_ids]
     flat = partial(_flat, response_ids, layout["prompt_lengths"])
     return TrainBatch(
         **layout,
-        loss_mask=flat("loss_masks", masks),
+        loss_mask=flat("loss_masks", [np.ones(len(ids)) for ids in response_ids] if loss_masks is None else loss_masks),
         weight_versions=_with_prompts(made, layout["prompt_lengths"], fill=-1),
         rollout_log_probs=flat("rollout_log_probs", rollout_log_probs),
         old_log_probs=flat("old_log_probs", old_log_probs),
@@ -98,9 +99,10 @@ def batch_from_sequences(
         values=flat("values", values),
         advantages=flat("advantages", advantages),
         rewards=np.full(num, np.nan) if rewards is None else np.asarray(rewards),
-        group_ids=_numbered(groups),
+        group_ids=_numbered(_first_prompts(prompt_ids, attempts) if group_ids is None else group_ids),
         trajectory_ids=_numbered(attempts),
         truncated=np.zeros(num, np.bool_) if truncated is None else np.asarray(truncated),
+        candidates=_candidates(candidates or [None] * num, layout),
     )
 
 
@@ -203,6 +205,16 @@ def _routing(records: Sequence[Experts | None], *, lengths: Ints) -> dict[str, A
             routed[start : start + len(record)] = True
     experts.setflags(write=False)
     return {"routed_experts": experts, "routed": routed}
+
+
+def _candidates(records: Sequence[Candidates | None], layout: Mapping[str, Any]) -> Candidates | None:
+    """Return the candidates [T], none for prompts and responses without a record; None without any record."""
+    if all(record is None for record in records):
+        return None
+    lengths = np.diff(layout["cu_seqlens"]) - layout["prompt_lengths"]
+    known = [Candidates.none(length) if record is None else record for record, length in zip(records, lengths, strict=True)]
+    prompts = map(Candidates.none, layout["prompt_lengths"])
+    return Candidates.joined(itertools.chain(*zip(prompts, known, strict=True)))
 
 
 def _with_prompts(responses: Sequence[NDArray[Any]], prompt_lengths: Ints, *, fill: float) -> NDArray[Any]:

@@ -274,7 +274,7 @@ class Buffer(SqliteFile):
     def prune(self, step: int, *, keep: int) -> None:
         """Drop the token arrays of groups consumed up to `step`, the oldest kept checkpoint.
 
-        Of each step the first `keep` groups only lose their experts, for readers of the run.
+        Of each step the first `keep` groups only lose their records of engines, for readers of the run.
         """
         if self._locked is not None:
             # The next run prunes: the checkpoint at the end of this run must not fail.
@@ -286,7 +286,8 @@ class Buffer(SqliteFile):
                 "own_prompt_ids = NULL WHERE group_id = ?",
                 [(group_id,) for number, group_id in found if number > keep],
             )
-            connection.executemany("UPDATE samples SET routed_experts = NULL WHERE group_id = ?", [(group_id,) for _, group_id in found])
+            records = "routed_experts = NULL, candidates = NULL"
+            connection.executemany(f"UPDATE samples SET {records} WHERE group_id = ?", [(group_id,) for _, group_id in found])
             connection.executemany(
                 "UPDATE groups SET pruned = ?, made_by = NULL WHERE id = ?",
                 [(1 + (number <= keep), group_id) for number, group_id in found],

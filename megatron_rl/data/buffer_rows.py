@@ -10,10 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_rl.errors import UserError
+from megatron_rl.system.frozen_arrays import Candidates
 from megatron_rl.types import Experts, Prompt, Reward, RewardOutcome, Sample, StopReason
 
 APPLICATION_ID = 0x4D52_4C42
-SCHEMA_VERSION = 9
+SCHEMA_VERSION = 10
 
 SCHEMA = f"""
 PRAGMA application_id = {APPLICATION_ID};
@@ -64,6 +65,7 @@ CREATE TABLE samples (  -- one row per finished response
     own_prompt_text TEXT,  -- prompt of this response where not the group's
     own_prompt_ids BLOB,
     role TEXT,  -- trajectories of a group are compared within it
+    candidates BLOB,  -- array of <i4: numbers of candidates of the tokens, then the candidates; NULL: the whole vocabulary
     PRIMARY KEY (group_id, sample_index)
 );
 CREATE TABLE failures (  -- one row per trajectory that the rollout failed to make
@@ -93,9 +95,9 @@ GROUP_COLUMNS = "id, prompt_text, label, prompt_ids, metadata, messages"
 SAMPLE_COLUMNS = (
     "group_id, sample_index, outcome, reward, reward_message, reward_components, stop_reason, response_text, num_tokens, "
     "num_trainable_tokens, min_version, max_version, response_ids, loss_mask, rollout_log_probs, weight_versions, metadata, routed_format, "
-    "routed_experts, trajectory, own_prompt_text, own_prompt_ids, role"
+    "routed_experts, trajectory, own_prompt_text, own_prompt_ids, role, candidates"
 )
-INSERT_SAMPLE = f"INSERT OR REPLACE INTO samples ({SAMPLE_COLUMNS}) VALUES ({', '.join('?' * 23)})"
+INSERT_SAMPLE = f"INSERT OR REPLACE INTO samples ({SAMPLE_COLUMNS}) VALUES ({', '.join('?' * 24)})"
 
 
 def prompt_row(prompt: Prompt) -> tuple[Any, ...]:
@@ -138,13 +140,14 @@ def sample_row(sample: Sample, *, prompt: Prompt) -> tuple[Any, ...]:
         sample.trajectory,
         *_own_prompt_columns(sample.prompt, prompt, owner),
         sample.role,
+        None if sample.candidates is None else sample.candidates.packed().astype("<i4").tobytes(),
     )
 
 
 def read_sample(row: Sequence[Any], *, prompt: Prompt) -> Sample:
     """Return the sample of a row of SAMPLE_COLUMNS in the group of `prompt`, equal to the bit."""
     group_id, index, outcome, value, message, components, stop_reason, text, *_, ids, mask, log_probs, versions, metadata = row[:17]
-    *routed, trajectory, own_text, own_ids, role = row[17:]
+    *routed, trajectory, own_text, own_ids, role, candidates = row[17:]
     if own_ids is not None:
         prompt = dataclasses.replace(prompt, text=own_text, token_ids=np.frombuffer(own_ids, "<i4"))
     reward = None
@@ -165,6 +168,7 @@ def read_sample(row: Sequence[Any], *, prompt: Prompt) -> Sample:
         routed_experts=_read_experts(*routed),
         trajectory=trajectory,
         role=role,
+        candidates=None if candidates is None else Candidates.unpacked(np.frombuffer(candidates, "<i4"), len(ids) // 4),
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.errors import EngineError
+from megatron_rl.system.frozen_arrays import Candidates
 from megatron_rl.types import Experts, Floats, Ints, StopReason
 
 
@@ -24,7 +25,8 @@ class MixtureShape:
 class Generation:
     """One response: arrays [R], `log_probs` in nats of the sampling distribution.
 
-    `routed_experts` [P + R - 1, L, K], where recorded, are of all tokens but the last.
+    `routed_experts` [P + R - 1, L, K], where recorded, are of all tokens but the last. `candidates`
+    [R], where recorded, are those of the sampler, over which log-probs are normalised.
     """
 
     token_ids: Ints
@@ -32,6 +34,7 @@ class Generation:
     weight_versions: Ints
     stop_reason: StopReason
     routed_experts: Experts | None = None
+    candidates: Candidates | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,9 @@ def read_load(answer: Any) -> EngineLoad | None:
     return EngineLoad(max(uses), sum(queues))
 
 
-def read_generation(answer: dict[str, Any], *, prompt_length: int, mixture: MixtureShape | None) -> Generation:
+def read_generation(
+    answer: dict[str, Any], *, prompt_length: int, mixture: MixtureShape | None, with_candidates: bool = False
+) -> Generation:
     """Return a response from one element of the server's answer. Raises EngineError."""
     meta = answer["meta_info"]
     finish = meta["finish_reason"]
@@ -64,7 +69,8 @@ def read_generation(answer: dict[str, Any], *, prompt_length: int, mixture: Mixt
     scored = meta["output_token_logprobs"]
     if [entry[1] for entry in scored] != token_ids.tolist():
         raise EngineError(f"the engine returned {length} tokens and the log-probs of {len(scored)} others")
-    log_probs = np.array([entry[0] for entry in scored], np.float32)
+    candidates, kept = _read_candidates(meta, token_ids) if with_candidates else (None, None)
+    log_probs = np.array([entry[0] for entry in scored] if kept is None else kept, np.float32)
     if not np.isfinite(log_probs).all():
         raise EngineError(f"the engine returned the log-prob {log_probs[~np.isfinite(log_probs)][0]} of a token, needs a finite number")
     return Generation(
@@ -73,7 +79,21 @@ def read_generation(answer: dict[str, Any], *, prompt_length: int, mixture: Mixt
         weight_versions=_token_versions(meta, length),
         stop_reason=StopReason(finish["type"]),
         routed_experts=_read_routed_experts(meta, mixture, prompt_length, length) if mixture else None,
+        candidates=candidates,
     )
+
+
+def _read_candidates(meta: dict[str, Any], token_ids: Ints) -> tuple[Candidates, list[float]]:
+    """Return the candidates for each of `token_ids` [R], and the log-probs [R] over them alone."""
+    rows, log_probs = meta.get("output_token_sampling_mask", []), meta.get("output_token_sampling_logprobs", [])
+    candidates = Candidates.of(rows)
+    if not len(rows) == len(log_probs) == len(token_ids) or not candidates.hold(token_ids).all():
+        raise EngineError(
+            f"the engine answered {len(token_ids)} tokens with candidates for {len(rows)} and {len(log_probs)} log-probs over them, needs "
+            "a record of each token that has it among its candidates; use SGLang 0.5.18 or later, or leave rollout.sampling.top_p, top_k "
+            "and min_p out"
+        )
+    return candidates, log_probs
 
 
 def _token_versions(meta: dict[str, Any], length: int) -> Ints:

@@ -91,7 +91,8 @@ class EngineClient:
         request_ids = [f"{uuid.uuid4().hex}-{index:06d}" for index in range(num_samples)]
         prompt, pauses_before = token_ids.tolist(), self._num_retracting_pauses
         parameters = [sampling.request(index) for index in range(num_samples)]
-        asked = [{"rid": rid, "input_ids": prompt, "sampling_params": each} for rid, each in zip(request_ids, parameters, strict=True)]
+        common = {"input_ids": prompt, "return_sampling_mask": sampling.records_candidates}
+        asked = [{"rid": rid, **common, "sampling_params": each} for rid, each in zip(request_ids, parameters, strict=True)]
         try:
             answers = await (self._ask_together(asked) if sampling.max_tokens <= SHORT_RESPONSE_TOKENS else self._ask(asked))
         except asyncio.CancelledError:
@@ -101,7 +102,8 @@ class EngineClient:
                 await asyncio.shield(aborting)
             raise
         try:
-            read = tuple(read_generation(each, prompt_length=len(prompt), mixture=self.address.mixture) for each in answers)
+            shape = {"prompt_length": len(prompt), "mixture": self.address.mixture, "with_candidates": sampling.records_candidates}
+            read = tuple(read_generation(each, **shape) for each in answers)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             form = f"{type(error).__name__}: {error}"
             raise EngineError(f"the engine at {self.address.url} gave an answer of another form than SGLang's ({form})") from error
@@ -117,7 +119,7 @@ class EngineClient:
 
     async def _ask(self, asked: Sequence[_Asked]) -> list[Any]:
         """Return the server's answers to samples, in one HTTP call."""
-        body: dict[str, Any] = {name: [each[name] for each in asked] for name in ("rid", "input_ids", "sampling_params")}
+        body: dict[str, Any] = {name: [each[name] for each in asked] for name in asked[0]}
         body |= {"return_logprob": True, "return_routed_experts": self.address.mixture is not None}
         answers = await self._call("POST", "/generate", body, timeout_s=self._request_timeout_s, attempts=MAX_ATTEMPTS)
         if not isinstance(answers, list) or len(answers) != len(asked):

@@ -1,9 +1,10 @@
-"""Sampling of a request's tokens. The trainer divides logits by the same temperature, no more."""
+"""Sampling of a request's tokens: the trainer takes the same temperature and the same candidates."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron_rl.config.derived import leaves_tokens_out
 from megatron_rl.config.eval_sets import EvalSampling
 from megatron_rl.config.settings import SamplingSettings
 from megatron_rl.errors import UserError
@@ -15,8 +16,11 @@ LOWEST_TEMPERATURE = 1e-6  # SGLang takes the likeliest token below this, and re
 class Sampling:
     """Sampling of one request: `temperature` 0 takes the likeliest token.
 
-    `stop` strings and `stop_token_ids` end a response and are kept. `seed` is the first sample's,
-    and others count on from it, for a deterministic engine.
+    Candidates for a token are the `top_k` likeliest (None: all), of these the likeliest up to a
+    probability of `top_p` together, and of these those with `min_p` times the probability of the
+    likeliest or more. `records_candidates` asks for them with each token, and for log-probs over
+    them alone. `stop` strings and `stop_token_ids` end a response and are kept. `seed` is the first
+    sample's, and others count on from it, for a deterministic engine.
     """
 
     temperature: float = 1.0
@@ -26,6 +30,7 @@ class Sampling:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
+    records_candidates: bool = False
     max_tokens: int
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -41,6 +46,14 @@ class Sampling:
             )
         if self.max_tokens < 1:
             raise UserError(f"sampling max_tokens is {self.max_tokens}, needs at least 1")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"sampling top_p is {self.top_p}, needs a probability above 0 and at most 1")
+        if not 0 <= self.min_p < 1:
+            raise UserError(f"sampling min_p is {self.min_p}, needs a share of at least 0 and below 1")
+        if self.top_k is not None and self.top_k < 1:
+            raise UserError(f"sampling top_k is {self.top_k}, needs a number of tokens of at least 1, or None for all")
+        if self.records_candidates and self.top_k is None:
+            raise UserError("sampling records candidates without top_k, which the engine needs for that; set rollout.sampling.top_k")
 
     def of_sample(self, index: int) -> "Sampling":
         """Return the sampling of a request for sample `index` alone."""
@@ -66,9 +79,14 @@ class Sampling:
 
 
 def make_sampling(settings: SamplingSettings, *, eos_token_ids: Sequence[int], greedy: bool = False) -> Sampling:
-    """Return the sampling of the settings; `eos_token_ids` always end a response."""
+    """Return the sampling of the settings; `eos_token_ids` always end a response.
+
+    Without `greedy` the candidates of each token are recorded where the settings leave tokens out.
+    """
+    candidates: dict[str, Any] = {"top_p": settings.top_p, "top_k": settings.top_k, "min_p": settings.min_p}
     return Sampling(
         temperature=0.0 if greedy else settings.temperature,
+        **({} if greedy else {**candidates, "records_candidates": leaves_tokens_out(settings)}),
         max_tokens=settings.max_response_tokens,
         stop=settings.stop,
         stop_token_ids=tuple(dict.fromkeys((*settings.stop_token_ids, *eos_token_ids))),

@@ -59,8 +59,8 @@ class LanguageModelHead(ColumnParallelLinear):
         """Logits [N, 1, V / tp] of `input_` [N, 1, H] and a bias of None; or the TokenStatistics [N] of `input_` [N, H].
 
         `weight` [V / tp, H] is for a tied head. `question` are `targets` [N] among the first
-        `vocab_size` tokens, `temperature` and `with_entropy`. Collective over the tensor parallel
-        ranks.
+        `vocab_size` tokens, `temperature`, `with_entropy` and `candidates`. Collective over the tensor
+        parallel ranks.
         """
         if not question:
             return super().forward(input_, weight, runtime_gather_output)

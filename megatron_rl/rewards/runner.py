@@ -96,8 +96,9 @@ class RewardRunner(AbstractContextManager["RewardRunner", None]):
             self._together = collected, asyncio.create_task(self._score_collected(collected))
         samples, task = self._together
         index = len(samples)
-        # Experts are megabytes of a long sample, and no reward needs experts.
-        samples.append(sample if sample.routed_experts is None else replace(sample, routed_experts=None))
+        # Experts are megabytes of a long sample, and no reward needs records of an engine.
+        records = sample.routed_experts is not None or sample.candidates is not None
+        samples.append(replace(sample, routed_experts=None, candidates=None) if records else sample)
         if len(samples) >= MAX_CALLS or len(samples) * self._call_s >= TASK_S:
             self._together = None
         return (await asyncio.shield(task))[index]

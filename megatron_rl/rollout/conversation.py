@@ -20,6 +20,7 @@ from megatron_rl.engines.sampling import Sampling
 from megatron_rl.errors import TrajectoryError
 from megatron_rl.plugins.kinds import Generator
 from megatron_rl.rollout.renderers import REFUSALS, bridge, offered
+from megatron_rl.system.frozen_arrays import Candidates
 from megatron_rl.types import Ints, Message, Prompt, Sample, StopReason
 
 if TYPE_CHECKING:
@@ -218,10 +219,13 @@ class Conversation:
         first, last = path[0], path[-1]
         ids = last.token_ids[len(first.prompt_ids) :]
         mask, log_probs, versions = np.zeros(len(ids), np.bool_), np.zeros(len(ids), np.float32), np.full(len(ids), -1)
+        candidates: list[Candidates] = []
         for turn in path:
             begin = len(turn.prompt_ids) - len(first.prompt_ids)
             span = slice(begin, begin + len(turn.generation.token_ids))
             mask[span], log_probs[span], versions[span] = True, turn.generation.log_probs, turn.generation.weight_versions
+            if turn.generation.candidates is not None:
+                candidates += [Candidates.none(begin - sum(map(len, candidates))), turn.generation.candidates]
         text = self._tokenizer.decode(first.prompt_ids.tolist())
         return Sample(
             group_id=prompt.id,
@@ -235,6 +239,7 @@ class Conversation:
             response_text=self._tokenizer.decode(ids.tolist()),
             routed_experts=last.generation.routed_experts,
             trajectory=trajectory,
+            candidates=Candidates.joined(candidates) if candidates else None,
         )
 
 

@@ -58,9 +58,9 @@ class Request:
 
 
 class Fields:
-    """The fields of a request's object, each taken once; a rest is refused."""
+    """The fields of a request's object, each taken once; a rest is refused. `sampling` has the run's values, as FIXED."""
 
-    def __init__(self, values: object, *, temperature: float) -> None:
+    def __init__(self, values: object, *, sampling: Mapping[str, tuple[Any, ...]]) -> None:
         if not isinstance(values, dict):
             raise RequestRefusal(f"the request is {values!r:.60}, needs a JSON object")
         self._left = {name: value for name, value in values.items() if value is not None}
@@ -68,7 +68,7 @@ class Fields:
         self.stream_options = self._left.get("stream_options")
         self.others: list[RequestRefusal] = []
         """Refusals of what is not the run's."""
-        for name, same in {**FIXED, "temperature": (temperature,)}.items():
+        for name, same in {**FIXED, **sampling}.items():
             value = self._left.pop(name, None)
             if value is not None and not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in same):
                 needed = f"needs {' or '.join(map(json.dumps, same))}, or" if same else "needs"

@@ -66,7 +66,9 @@ class Session:
         assert settings.agent is not None, "only agents have sessions"
         self.key = secrets.token_urlsafe(32)
         self.conversation, self._sampling, self._max_turns = conversation, sampling, settings.max_turns
-        self._temperature, self._overrides = settings.sampling.temperature, settings.agent.sampling == "override"
+        self._overrides = settings.agent.sampling == "override"
+        names = ("temperature", "top_p", "top_k", "min_p")
+        self._fixed = {name: (value,) for name in names if (value := getattr(settings.sampling, name)) is not None}
         self.num_refused, self.num_overridden = 0, 0
         self.cause: RequestRefusal | None = None
         """The first refusal that is a failure of the trajectory where the agent fails, too."""
@@ -97,7 +99,7 @@ class Session:
         except ValueError as error:
             raise RequestRefusal(f"the request is no JSON ({error}), needs an object") from error
         try:
-            request = dialect.read(Fields(values, temperature=self._temperature))
+            request = dialect.read(Fields(values, sampling=self._fixed))
         except RequestRefusal:
             raise
         except (TypeError, ValueError, RecursionError) as error:

@@ -24,6 +24,7 @@ from megatron_rl.engines.client import SERVER_FAULT, SHORT_RESPONSE_TOKENS, Engi
 from megatron_rl.engines.engine_pool import EnginePool, Urgency
 from megatron_rl.engines.sampling import Sampling
 from megatron_rl.errors import DeadlineError, EngineError, EngineRefusal, UserError
+from megatron_rl.system.frozen_arrays import Candidates
 from megatron_rl.types import Ints, StopReason
 
 Result = TypeVar("Result")
@@ -287,12 +288,16 @@ def joined(piece: Generation, new: Generation, *, prompt_length: int, stop: Sequ
     arrays = {name: np.concatenate([getattr(piece, name), getattr(new, name)[:end]]) for name in names}
     num_routed = prompt_length + len(arrays["token_ids"]) - 1
     experts = None if new.routed_experts is None else new.routed_experts[:num_routed]
-    return Generation(**arrays, stop_reason=reason, routed_experts=experts)
+    recorded = [part.take(slice(last)) for part, last in ((piece.candidates, None), (new.candidates, end)) if part is not None]
+    candidates = Candidates.joined(recorded) if recorded else None
+    return Generation(**arrays, stop_reason=reason, routed_experts=experts, candidates=candidates)
 
 
 def _written(generation: Generation) -> bytes:
     arrays: dict[str, Any] = {field.name: getattr(generation, field.name) for field in fields(generation)}
     arrays["stop_reason"] = np.array(generation.stop_reason.value)
+    if generation.candidates is not None:
+        arrays["candidates"] = generation.candidates.packed()
     file = io.BytesIO()
     np.savez(file, **{name: array for name, array in arrays.items() if array is not None})
     return file.getvalue()
@@ -301,6 +306,8 @@ def _written(generation: Generation) -> bytes:
 def _read(content: bytes) -> Generation:
     with np.load(io.BytesIO(content), allow_pickle=False) as file:
         arrays = dict(file)
+    if "candidates" in arrays:
+        arrays["candidates"] = Candidates.unpacked(arrays["candidates"], len(arrays["token_ids"]))
     return Generation(stop_reason=StopReason(str(arrays.pop("stop_reason"))), **arrays)
 
 

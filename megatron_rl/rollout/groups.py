@@ -56,6 +56,7 @@ async def single_turn(
             stop_reason=generation.stop_reason,
             response_text=tokenizer.decode(generation.token_ids.tolist(), skip_special_tokens=True),
             routed_experts=generation.routed_experts,
+            candidates=generation.candidates,
         )
         for index, generation in enumerate(generations)
     )
@@ -225,6 +226,7 @@ class GroupMaker:
                 vocab_size=self._pool.address.vocab_size,
                 max_tokens=generator.context,
                 need_experts=self._pool.address.mixture is not None,
+                need_candidates=sampling.records_candidates,
             )
         except UserError as error:
             return Failure("contract", str(error))

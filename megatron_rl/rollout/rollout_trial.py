@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megatron_rl.config.derived import leaves_tokens_out
 from megatron_rl.config.settings import RolloutSettings
 from megatron_rl.data.row_files import Row
 from megatron_rl.engines.answers import Generation
@@ -16,6 +17,7 @@ from megatron_rl.rollout.groups import without_exit
 from megatron_rl.rollout.opened_rollout import opened_rollout
 from megatron_rl.rollout.sample_checks import check_samples
 from megatron_rl.system.deadlines import PLUGIN_PROBE_S
+from megatron_rl.system.frozen_arrays import Candidates
 from megatron_rl.types import Experts, Ints, Prompt, Sample, StopReason
 
 if TYPE_CHECKING:
@@ -72,7 +74,8 @@ class ScriptedEngine:
         self.made.update((float(log_prob), (int(token), 3)) for log_prob, token in zip(log_probs, tokens, strict=True))
         whole = np.concatenate([prompt, tokens])
         self.seen.update((float(log_prob), whole[: len(prompt) + number]) for number, log_prob in enumerate(log_probs))
-        return Generation(tokens, log_probs, np.full(length, 3), StopReason.STOP, scripted_experts(whole)[:-1])
+        candidates = Candidates.of([token, (token + 1) % self._vocab_size] for token in tokens) if sampling.records_candidates else None
+        return Generation(tokens, log_probs, np.full(length, 3), StopReason.STOP, scripted_experts(whole)[:-1], candidates)
 
 
 def scripted_experts(tokens: Ints) -> Experts:
@@ -103,7 +106,7 @@ class RolloutTrial:
     ) -> None:
         self._settings, self._model_type, self._name = settings, model_type, settings.name
         self._tokenizer: Any = tokenizer or NumberTokenizer()
-        self._need_experts = need_experts
+        self._need_experts, self._need_candidates = need_experts, leaves_tokens_out(settings.sampling)
         self._prompt = _probe(row or Row(origin="", prompt="2+2=", label="4", response=None, metadata={}))
         self._engine = ScriptedEngine(len(self._tokenizer))
         self.samples: tuple[Sample, ...] = ()
@@ -123,7 +126,7 @@ class RolloutTrial:
             made = rollout(
                 prompt=self._prompt,
                 generator=self._engine,
-                sampling=Sampling(max_tokens=8),
+                sampling=Sampling(max_tokens=8, top_k=2, records_candidates=self._need_candidates),
                 num_samples=num_samples,
                 tokenizer=self._tokenizer,
             )
@@ -142,6 +145,7 @@ class RolloutTrial:
                 vocab_size=len(self._tokenizer),
                 max_tokens=self._engine.context,
                 need_experts=self._need_experts,
+                need_candidates=self._need_candidates,
             )
         except UserError as error:
             raise UserError(f"{self._name}: {error}") from error

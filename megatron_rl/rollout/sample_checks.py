@@ -13,7 +13,14 @@ MAX_LOG_PROB = 1e-3  # nats above 0 that rounding explains: a softmax in bfloat1
 
 
 def check_samples(
-    samples: object, *, prompt: Prompt, num_samples: int, vocab_size: int, max_tokens: int, need_experts: bool = False
+    samples: object,
+    *,
+    prompt: Prompt,
+    num_samples: int,
+    vocab_size: int,
+    max_tokens: int,
+    need_experts: bool = False,
+    need_candidates: bool = False,
 ) -> tuple[Sample, ...]:
     """Return the samples of a rollout. Raises UserError for the first breach of the contract.
 
@@ -42,13 +49,15 @@ def check_samples(
     if sorted(indices) != list(range(len(samples))):
         raise UserError(f"it returned samples with the index {indices}, needs each of 0 to {len(samples) - 1} once")
     for sample in samples:
-        problem = _problem(sample, prompt=prompt, vocab_size=vocab_size, max_tokens=max_tokens, need_experts=need_experts)
+        problem = _problem(sample, prompt=prompt, vocab_size=vocab_size, max_tokens=max_tokens) or _lacking(
+            sample, experts=need_experts, candidates=need_candidates
+        )
         if problem is not None:
             raise UserError(f"it returned sample {sample.index} with {problem}")
     return tuple(samples)
 
 
-def _problem(sample: Sample, *, prompt: Prompt, vocab_size: int, max_tokens: int, need_experts: bool) -> str | None:
+def _problem(sample: Sample, *, prompt: Prompt, vocab_size: int, max_tokens: int) -> str | None:
     """Return the reason why a sample of `prompt` cannot be trained on, with the fix."""
     if sample.group_id != prompt.id:
         return f"group_id {sample.group_id!r}, needs {prompt.id!r}, the prompt's id"
@@ -78,7 +87,17 @@ def _problem(sample: Sample, *, prompt: Prompt, vocab_size: int, max_tokens: int
     above = np.flatnonzero(sample.loss_mask & (sample.rollout_log_probs > MAX_LOG_PROB))
     if len(above):
         return f"the rollout log-prob {sample.rollout_log_probs[above[0]]:g} at token {above[0]}, needs at most 0, the log of a probability"
-    if need_experts and sample.routed_experts is None and (sample.weight_versions >= 0).any():
+    return None
+
+
+def _lacking(sample: Sample, *, experts: bool, candidates: bool) -> str | None:
+    """Return the needed record of an engine that the sample is without, with the fix."""
+    if candidates and sample.candidates is None and sample.loss_mask.any():
+        return (
+            "no candidates, which rollout.sampling.top_p, top_k or min_p need: without them its log-probs would be trained as another "
+            "distribution's; give it those of each Generation, and Candidates.none(n) for n other tokens"
+        )
+    if experts and sample.routed_experts is None and (sample.weight_versions >= 0).any():
         return (
             "no routed_experts, which training.routing_replay needs; give it those of the last Generation, which cover all tokens before "
             "it, or turn training.routing_replay off"

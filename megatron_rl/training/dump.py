@@ -17,7 +17,7 @@ _OF_TOKENS = (
 
 
 def dump_micro_batch(path: Path, micro_batch: MicroBatch, data: TokenData, *, loss: float, grad_norm: float, temperature: float) -> None:
-    """Write tokens, experts and inputs of the loss [N] to `path`.safetensors and `path`.json. Raises UserError on failure."""
+    """Write tokens, experts, candidates and inputs of the loss [N] to `path`.safetensors and `path`.json. Raises UserError on failure."""
     index = micro_batch.target_index
     tensors = {
         "input_ids": micro_batch.input_ids[0],
@@ -30,6 +30,11 @@ def dump_micro_batch(path: Path, micro_batch: MicroBatch, data: TokenData, *, lo
     routed = micro_batch.routed
     if routed.experts is not None and routed.recorded is not None:
         arrays |= {"routed_experts": routed.experts.transpose(0, 1).numpy(), "routed": routed.recorded.cpu().numpy()}
+    if micro_batch.candidates is not None:
+        arrays |= {
+            "candidates": micro_batch.candidates.columns.cpu().numpy(),
+            "candidate_counts": micro_batch.candidates.counts.cpu().numpy(),
+        }
     about = {"loss": _number(loss), "grad_norm": _number(grad_norm), "temperature": temperature, "rows": micro_batch.rows.tolist()}
     write_atomic(path.with_name(path.name + ".safetensors"), save({name: np.ascontiguousarray(array) for name, array in arrays.items()}))
     write_atomic(path.with_name(path.name + ".json"), json.dumps(about, indent=2))

@@ -12,10 +12,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_rl.algorithms.log_prob import CandidateColumns
 from megatron_rl.data.packing import MicroBatchTokens, micro_batch_tokens, pack, sequence_multiple, trainable_targets
 from megatron_rl.models.experts.routed_tokens import RoutedTokens
 from megatron_rl.models.packed_sequences import PackedSequences, packed_sequences
 from megatron_rl.system.device import in_host_memory, to_device
+from megatron_rl.system.frozen_arrays import Candidates
 from megatron_rl.training.topology import Place, Topology
 from megatron_rl.types import Ints, TrainBatch
 
@@ -26,7 +28,8 @@ class MicroBatch:
 
     `rows` [S] of the batch. `input_ids` and `position_ids` [1, T]; `token_index` [T] in the batch's
     arrays, -1 for padding; `positions` [N] among the T, ascending; `targets` [N] the predicted
-    tokens, at `target_index` [N] in the batch's arrays; `sequence_index` [N] in [0, S);
+    tokens, at `target_index` [N] in the batch's arrays, with their `candidates` where recorded;
+    `sequence_index` [N] in [0, S);
     `sequence_tokens` [S] trainable over all context-parallel ranks.
     """
 
@@ -41,6 +44,7 @@ class MicroBatch:
     sequence_index: Tensor
     sequence_tokens: Tensor
     routed: RoutedTokens
+    candidates: CandidateColumns | None
 
     def pick(self, values: NDArray[np.generic]) -> Tensor:
         """Pick this micro-batch's targets [N] from a token-aligned array of the whole batch."""
@@ -73,7 +77,14 @@ def make_micro_batch(
         sequence_index=move(held.sequence_index[positions]),
         sequence_tokens=move(batch.trainable_tokens[rows]),
         routed=_routed_tokens(batch, rows, held, device=device),
+        candidates=None if batch.candidates is None else _columns(batch.candidates.take(target_index), device),
     )
+
+
+def _columns(candidates: Candidates, device: torch.device) -> CandidateColumns:
+    ids, counts, move = candidates.ids.copy(), candidates.counts.copy(), partial(to_device, device=device)
+    rows = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+    return CandidateColumns(move(ids), move(rows), move(counts), [0, *np.cumsum(counts).tolist()])
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,8 @@ The output is hidden states [N, H] of a policy, values [N, 1] of a critic.
 class Policy:
     """A model as a distribution over next tokens: softmax of logits over `vocab_size` at `temperature`.
 
-    With `replays_routing` the routers take an engine's experts, where micro-batches have a record.
+    Where micro-batches have records of an engine, the softmax is over its candidates, and with
+    `replays_routing` the routers take its experts.
     """
 
     chunks: Sequence[Chunk]
@@ -52,7 +53,8 @@ class Policy:
         last = self.chunks[-1]
         model = last if isinstance(last, PolicyModel) else last.module
         assert isinstance(model, PolicyModel), "a policy is made of PolicyModels"
-        sampled = {"temperature": self.temperature, "vocab_size": self.vocab_size}
+        sampled: dict[str, Any] = {"temperature": self.temperature, "vocab_size": self.vocab_size}
+        sampled["candidates"] = micro_batch.candidates
         return model.token_statistics(hidden, targets=micro_batch.targets, **sampled, with_entropy=with_entropy)
 
 

@@ -198,7 +198,8 @@ class PolicySteps:
             )
             # Without predictions the share must still depend on the head, whose gradient other ranks wait for.
             share = output.loss if len(micro_batch.positions) else output.loss + current.log_prob.sum()
-            return share, LossOutput(output.loss.detach(), {**output.metrics, **_differences(inputs, micro_batch, data, expected)})
+            measured = {**output.metrics, **_differences(inputs, micro_batch, data, expected), **_of_candidates(micro_batch, current)}
+            return share, LossOutput(output.loss.detach(), measured)
 
         return objective, coefficients, loss
 
@@ -257,6 +258,16 @@ def _differences(
         to_teacher = inputs.old_log_probs - micro_batch.pick(data.teacher_log_probs)
         pairs["teacher_kl"] = (to_teacher.sum(), torch.ones_like(to_teacher).sum())
     return pairs
+
+
+def _of_candidates(micro_batch: MicroBatch, statistics: TokenStatistics) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return the mean entropy over the vocabulary, number of candidates, and share of tokens with one candidate, where recorded."""
+    if micro_batch.candidates is None:
+        return {}
+    assert statistics.full_entropy is not None, "a step computes entropies"
+    counts, one = micro_batch.candidates.counts, torch.ones_like(micro_batch.targets)
+    sums = {"full_entropy": statistics.full_entropy, "candidates": counts, "lone_candidate": counts == 1}
+    return {name: (values.sum(), one.sum()) for name, values in sums.items()}
 
 
 def _coefficients(objective: Objective, coefficients: Coefficients) -> dict[str, Metric]:

@@ -9,6 +9,7 @@ from megatron_rl.config.settings import TrainingSettings
 from megatron_rl.data.packing import make_shards
 from megatron_rl.errors import UserError
 from megatron_rl.observe.metrics import Metric, merge_metrics, metric_values
+from megatron_rl.system.frozen_arrays import Candidates
 from megatron_rl.training.collectives import reports_of_ranks
 from megatron_rl.training.topology import Topology
 from megatron_rl.types import Shard, TrainBatch
@@ -20,6 +21,7 @@ def check_same_everywhere(batch: TrainBatch) -> None:
     for item in dataclasses.fields(batch):
         value = getattr(batch, item.name)
         digest.update(item.name.encode())
+        value = value.packed() if isinstance(value, Candidates) else value
         digest.update(np.ascontiguousarray(value).data if isinstance(value, np.ndarray) else repr(value).encode())
     if len(set(reports_of_ranks(digest.hexdigest()))) > 1:
         raise UserError(

@@ -156,6 +156,7 @@ async def sample_probe(prompts: Sequence[Prompt], pool: EnginePool, *, sampling:
         prompts=[starts[number // PROBE_SAMPLES % len(starts)] for number in range(len(made))],
         responses=[generation.token_ids for generation in made],
         rollout_log_probs=[generation.log_probs for generation in made],
+        candidates=[generation.candidates for generation in made],
     )
     recorded = with_records(batch, [generation.routed_experts for generation in made])
     return SampledProbe(batch, recorded, engines, short.temperature)

@@ -1,5 +1,6 @@
 """The Triton kernels against float64, on a GPU or in Triton's interpreter; `test_head_kernels.py` runs this file in a process for it."""
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from megatron_rl.algorithms import head_statistics as chunking
 from megatron_rl.algorithms.head_statistics import head_statistics
-from megatron_rl.algorithms.log_prob import TORCH_ROWS, Shard, TokenStatistics, merged_rows
+from megatron_rl.algorithms.log_prob import TORCH_ROWS, CandidateColumns, Shard, TokenStatistics, merged_rows
 from megatron_rl.models import head_kernels
 from megatron_rl.models.head_kernels import TRITON_ROWS
 
@@ -212,9 +213,13 @@ def head_problem(rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]
     return hidden, weight, torch.randint(0, VOCAB, (rows,), generator=generator).to(DEVICE)
 
 
-def head_expected(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, ...]:
+def head_expected(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, *, dropped: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """`dropped` [N, VOCAB] are no candidates."""
     exact = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
-    values = defined(exact[0] @ exact[1][:VOCAB].t() / temperature, targets)
+    logits = exact[0] @ exact[1][:VOCAB].t() / temperature
+    values = defined(logits if dropped is None else logits.masked_fill(dropped, -math.inf), targets)
     total(values, (True, True, True)).backward()
     assert exact[0].grad is not None and exact[1].grad is not None
     return *(value.detach() for value in values), exact[0].grad, exact[1].grad
@@ -243,23 +248,39 @@ def run_ranks(
     return [run(rank, piece, group) for rank, piece in enumerate(pieces)]
 
 
-@pytest.mark.parametrize(("rows", "num_ranks", "chunk_rows"), [(1, 1, 2), (5, 1, 2), (5, 2, 2), (1, 4, 2), (5, 4, 100)])
-def test_head_of_ranks(rows: int, num_ranks: int, chunk_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def some_candidates(targets: Tensor) -> tuple[CandidateColumns, Tensor]:
+    """The target and others, more in each row, and the mask [N, VOCAB] of the other columns."""
+    sets = [sorted({target, *range(4, 4 + row**3)} & set(range(VOCAB))) for row, target in enumerate(targets.tolist())]
+    counts, columns = [len(each) for each in sets], torch.tensor([column for each in sets for column in each], device=DEVICE)
+    rows = torch.arange(len(sets), device=DEVICE).repeat_interleave(torch.tensor(counts, device=DEVICE))
+    dropped = torch.ones(len(sets), VOCAB, dtype=torch.bool, device=DEVICE)
+    dropped[rows, columns] = False
+    return CandidateColumns(columns.int(), rows.int(), torch.tensor(counts, device=DEVICE), [0, *itertools.accumulate(counts)]), dropped
+
+
+@pytest.mark.parametrize(
+    ("rows", "num_ranks", "chunk_rows", "restricted"),
+    [(1, 1, 2, False), (5, 1, 2, False), (5, 2, 2, False), (1, 4, 2, False), (5, 4, 100, False), (5, 1, 2, True), (5, 4, 2, True)],
+)
+def test_head_of_ranks(rows: int, num_ranks: int, chunk_rows: int, restricted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     width = PADDED // num_ranks
     monkeypatch.setitem(chunking._CHUNK_LOGITS, DEVICE, chunk_rows * width)
     hidden, weight, targets = head_problem(rows, torch.float32)
     pieces = [piece.detach().clone().requires_grad_() for piece in weight.chunk(num_ranks)]
+    candidates, dropped = some_candidates(targets) if restricted else (None, None)
 
     def run(rank: int, piece: Tensor, group: object) -> TokenStatistics:
-        return head_statistics(
-            hidden, piece, targets, temperature=0.7, vocab_size=VOCAB, vocab_start=rank * width, group=group, rows=TRITON_ROWS
-        )
+        place = {"vocab_size": VOCAB, "vocab_start": rank * width, "group": group}
+        return head_statistics(hidden, piece, targets, temperature=0.7, **place, rows=TRITON_ROWS, candidates=candidates)
 
     ranks = run_ranks(run, pieces, [], monkeypatch)
-    *values, hidden_gradient, weight_gradient = head_expected(hidden, weight, targets, 0.7)
+    *values, hidden_gradient, weight_gradient = head_expected(hidden, weight, targets, 0.7, dropped=dropped)
+    whole = head_expected(hidden, weight, targets, 0.7)[1]
     for statistics in ranks:
         for have, want in zip(all_three(statistics), values, strict=True):
             torch.testing.assert_close(have.double(), want, rtol=1e-5, atol=1e-5)
+        if restricted:
+            torch.testing.assert_close(statistics.full_entropy.double(), whole, rtol=1e-5, atol=1e-5)
         total(all_three(statistics), (True, True, True)).backward()
     assert hidden.grad is not None
     # The gradient of the hidden states sums over ranks.

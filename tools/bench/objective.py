@@ -5,6 +5,7 @@
 1. log-prob + entropy + varentropy, forward and backward, against log_softmax, gather and entropy at the row chunking that is
    best for it (fastest, and smallest), and against the log-prob alone.
 2. GAE against one torch.cumsum over the same data; estimator + weights + losses of the same batch in seconds.
+3. the head's statistics from hidden states over recorded candidates, against those over the whole vocabulary; bytes of a record.
 
 Memory is the peak of resident memory above that of the inputs, measured in a child process each.
 """
@@ -19,12 +20,14 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_rl.algorithms.advantage import group_advantages
 from megatron_rl.algorithms.aggregation import LossInputs
-from megatron_rl.algorithms.head_statistics import token_statistics
+from megatron_rl.algorithms.head_statistics import head_statistics, token_statistics
+from megatron_rl.algorithms.log_prob import CandidateColumns
 from megatron_rl.algorithms.loss import compute_loss
 from megatron_rl.algorithms.objective import Objective
 from megatron_rl.algorithms.returns import gae
@@ -164,18 +167,53 @@ def one_step(sequences: int, length: int, log_probs: Tensor, mask: Tensor) -> No
     compute_loss(objective, inputs, num_tokens=sequences * length, num_trajectories=sequences).loss.backward()
 
 
+def candidates_as_published(tokens: int, vocab: int) -> CandidateColumns:
+    """Random candidates in published numbers: one for about half of the tokens, 8 on average, some with more than 80."""
+    random = np.random.default_rng(0)
+    counts = np.where(random.random(tokens) < 0.47, 1, 1 + random.lognormal(1.8, 1.25, tokens)).astype(np.int32).clip(1, vocab)
+    ids = np.concatenate([random.choice(vocab, count, replace=False) for count in counts]).astype(np.int32)
+    rows, offsets = np.repeat(np.arange(tokens, dtype=np.int32), counts), [0, *np.cumsum(counts).tolist()]
+    return CandidateColumns(torch.from_numpy(ids), torch.from_numpy(rows), torch.from_numpy(counts), offsets)
+
+
+def bench_candidates(tokens: int, vocab: int, channels: int, repeats: int) -> None:
+    """Print part 3."""
+    torch.manual_seed(0)
+    hidden = torch.randn(tokens, channels, requires_grad=True)
+    # Logits of a model's size: with larger ones a CPU spends its time on numbers near the smallest of float32.
+    weight = (2 * torch.randn(vocab, channels) / channels**0.5).requires_grad_()
+    candidates = candidates_as_published(tokens, vocab)
+    targets = candidates.columns[torch.tensor(candidates.offsets[:-1])].long()
+
+    def train(candidates: CandidateColumns | None) -> None:
+        found = head_statistics(hidden, weight, targets, temperature=1.0, vocab_size=vocab, candidates=candidates)
+        assert found.entropy is not None
+        (found.log_prob.sum() + found.entropy.sum()).backward()
+
+    taken = seconds({"with": lambda: train(candidates), "without": lambda: train(None)}, repeats)
+    print(f"head's statistics of [{tokens}, {channels}] x [{vocab}, {channels}] float32, forward and backward")
+    print(f"  over candidates {taken['with']:.3f} s, over the vocabulary {taken['without']:.3f} s: {taken['with'] / taken['without']:.2f}")
+    counts = candidates.counts.double()
+    print(
+        f"  candidates: mean {counts.mean():.1f}, p99 {counts.quantile(0.99):.0f}, alone {(counts == 1).double().mean():.0%}, "
+        f"{4 * (1 + counts.mean()):.0f} bytes a token in samples and buffer"
+    )
+
+
 def main() -> int:
-    """Run both parts."""
+    """Run all parts."""
     parser = argparse.ArgumentParser(description="Benchmark the objective module on one CPU core.")
     parser.add_argument("--tokens", type=int, default=4096, help="rows of logits")
     parser.add_argument("--vocab", type=int, default=32768, help="columns of logits")
     parser.add_argument("--sequences", type=int, default=1024, help="sequences of the batch")
     parser.add_argument("--length", type=int, default=4096, help="tokens of each sequence")
+    parser.add_argument("--channels", type=int, default=1024, help="hidden channels of the head")
     parser.add_argument("--repeats", type=int, default=5, help="timed calls, of which the fastest counts")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     bench_log_prob(arguments.tokens, arguments.vocab, arguments.repeats)
     bench_step(arguments.sequences, arguments.length, arguments.repeats)
+    bench_candidates(arguments.tokens, arguments.vocab, arguments.channels, arguments.repeats)
     return 0
 
 

@@ -1,5 +1,6 @@
 """Statistics from hidden states in chunks are those of whole logits, and no larger piece of the logits than a chunk ever exists."""
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -7,8 +8,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl.algorithms import head_statistics as module
-from megatron_rl.algorithms.head_statistics import head_statistics
-from megatron_rl.algorithms.log_prob import TokenStatistics
+from megatron_rl.algorithms.head_statistics import head_statistics, token_statistics
+from megatron_rl.algorithms.log_prob import TORCH_ROWS, CandidateColumns, RowMaths, TokenStatistics
 
 HIDDEN, VOCAB, TEMPERATURE = 6, 31, 0.7
 
@@ -131,3 +132,63 @@ def test_what_has_no_statistics_is_refused(change: dict, message: str) -> None:
     arguments = {"hidden": hidden, "weight": weight, "targets": targets, "temperature": 1.0, "vocab_size": VOCAB}
     with pytest.raises(ValueError, match=message):
         head_statistics(**{**arguments, **change})
+
+
+def candidate_columns(sets: list[list[int]]) -> CandidateColumns:
+    counts = [len(each) for each in sets]
+    rows = torch.repeat_interleave(torch.arange(len(sets), dtype=torch.int32), torch.tensor(counts))
+    columns = torch.tensor([column for each in sets for column in each], dtype=torch.int32)
+    return CandidateColumns(columns, rows, torch.tensor(counts, dtype=torch.int32), [0, *itertools.accumulate(counts)])
+
+
+def over_candidates(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, sets: list[list[int]]) -> tuple[torch.Tensor, ...]:
+    """By definition, a row and a candidate at a time: log-prob, entropy and varentropy, with the gradients of `total`; full entropy."""
+    hidden, weight = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+    rows, full = [], []
+    for row, target, columns in zip(hidden, targets.tolist(), sets, strict=True):
+        logits = [row @ weight[column] / TEMPERATURE for column in range(VOCAB)]
+        for chosen, out in ((columns or range(VOCAB), rows), (range(VOCAB), full)):
+            normaliser = torch.stack([logits[column].exp() for column in chosen]).sum().log()
+            log_p = {column: logits[column] - normaliser for column in chosen}
+            entropy = -sum(log_p[column].exp() * log_p[column] for column in chosen)
+            varentropy = sum(log_p[column].exp() * (log_p[column] + entropy) ** 2 for column in chosen)
+            out.append(torch.stack([log_p.get(target, torch.tensor(torch.nan)), entropy, varentropy]))
+    values = torch.stack(rows).unbind(1)
+    total(*values).backward()
+    assert hidden.grad is not None and weight.grad is not None
+    return *(value.detach() for value in values), hidden.grad, weight.grad, torch.stack(full)[:, 1].detach()
+
+
+# Unequal sizes: one candidate, two, many, all by name, and a row without a record, which has all.
+SETS = [[4], [7, 0], [30, 2, 9, 11, 5], list(range(VOCAB)), [], [12], [29, 30], [1, 0, 2, 3], [8, 20], [16], [3, 28, 17]]
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 3, 100])
+@pytest.mark.parametrize("rows", [TORCH_ROWS, None], ids=["torch", "whole logits"])
+def test_statistics_over_candidates_are_those_of_a_loop(rows: RowMaths | None, chunk_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(module._CHUNK_LOGITS, "cpu", chunk_rows * (VOCAB + 3))
+    hidden, weight, targets = problem(len(SETS))
+    targets = torch.tensor([each[len(each) // 2] if each else int(target) for each, target in zip(SETS, targets, strict=True)])
+    options = {"temperature": TEMPERATURE, "vocab_size": VOCAB, "candidates": candidate_columns(SETS)}
+    if rows is None:
+        logits = hidden @ weight.t()
+        before = logits.detach().clone()
+        statistics = token_statistics(logits, targets, **options)
+        assert torch.equal(logits, before)
+    else:
+        statistics = head_statistics(hidden, weight, targets, **options, rows=rows)
+    total(*all_three(statistics)).backward()
+    found = (*all_three(statistics), hidden.grad, weight.grad, statistics.full_entropy)
+    for have, want in zip(found, over_candidates(hidden, weight, targets, SETS), strict=True):
+        torch.testing.assert_close(have, want, rtol=1e-11, atol=1e-12)
+    alone = torch.tensor([len(each) == 1 for each in SETS])
+    assert hidden.grad is not None and (hidden.grad.abs().sum(1) == 0).equal(alone) and (statistics.log_prob == 0).equal(alone)
+
+
+def test_log_probs_over_candidates_need_no_entropy() -> None:
+    hidden, weight, _ = problem(len(SETS))
+    targets = torch.tensor([each[-1] if each else 0 for each in SETS])
+    options = {"temperature": TEMPERATURE, "vocab_size": VOCAB, "candidates": candidate_columns(SETS), "with_entropy": False}
+    statistics = head_statistics(hidden, weight, targets, **options)
+    assert statistics.entropy is None and statistics.full_entropy is None
+    torch.testing.assert_close(statistics.log_prob, over_candidates(hidden, weight, targets, SETS)[0], rtol=1e-11, atol=1e-12)

@@ -126,6 +126,37 @@ def test_tokens_that_cannot_be_trusted_are_an_error(changed: dict[str, Any], mes
         talk(always([answer(output_token_logprobs=scored) | changed]), generate)
 
 
+SAMPLED = {"output_token_sampling_mask": [[7], [3, 8], [9, 1, 2]], "output_token_sampling_logprobs": [0.0, -0.5, -1.0]}
+TRUNCATED = Sampling(max_tokens=3, top_p=0.9, top_k=4, records_candidates=True)
+
+
+def test_candidates_come_with_log_probs_over_them() -> None:
+    async def both(client: EngineClient) -> Any:
+        plain = client.generate(np.array([1]), sampling=ONE)
+        return await asyncio.gather(plain, client.generate(np.array([1]), sampling=TRUNCATED))
+
+    ((plain,), (recorded,)), seen = talk(always([answer("a", **SAMPLED), answer("b", **SAMPLED)]), both)
+    assert [body["return_sampling_mask"] for _, body in seen] == [[False, True]]
+    assert plain.candidates is None and plain.log_probs.tolist() == [-0.5, -0.25, -2.0]
+    assert recorded.log_probs.tolist() == [0.0, -0.5, -1.0]
+    assert recorded.candidates.ids.tolist() == [7, 3, 8, 9, 1, 2] and recorded.candidates.counts.tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [
+        {"output_token_sampling_mask": SAMPLED["output_token_sampling_mask"]},
+        {"output_token_sampling_logprobs": SAMPLED["output_token_sampling_logprobs"]},
+        SAMPLED | {"output_token_sampling_mask": [[7], [3, 8]]},
+        SAMPLED | {"output_token_sampling_mask": [[7], [3, 4], [9, 1, 2]]},
+        {},
+    ],
+)
+def test_a_token_without_its_candidates_is_an_error(meta: dict[str, Any]) -> None:
+    with pytest.raises(EngineError, match="answered 3 tokens with candidates for"):
+        talk(always([answer(**meta)]), lambda client: client.generate(np.array([1]), sampling=TRUNCATED))
+
+
 def test_an_abort_keeps_the_partial_tokens() -> None:
     aborted = answer(finish_reason={"type": "abort", "message": "Aborted", "status_code": None})
     generations, _ = talk(always([aborted]), generate)

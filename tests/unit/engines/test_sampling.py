@@ -27,9 +27,24 @@ def test_a_request_leaves_nothing_to_generation_config() -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"temperature": -0.1}, {"temperature": float("nan")}, {"temperature": float("inf")}, {"temperature": 9e-7}, {"max_tokens": 0}],
+    ("chosen", "recorded"), [({"top_p": 0.9, "top_k": 64}, True), ({"min_p": 0.1, "top_k": 4096}, True), ({"top_k": 5}, True), ({}, False)]
 )
+def test_candidates_are_recorded_where_tokens_are_left_out(chosen: dict[str, float], recorded: bool) -> None:
+    settings = SETTINGS.model_copy(update=chosen)
+    sampling, greedy = (make_sampling(settings, eos_token_ids=(9,), greedy=greedy) for greedy in (False, True))
+    assert sampling.request().items() >= {"top_p": 1.0, "top_k": -1, "min_p": 0.0, **chosen}.items()
+    assert sampling.records_candidates is recorded
+    # A greedy response is compared with, not trained on.
+    assert greedy.request()["top_k"] == -1 and not greedy.records_candidates
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": -0.1}, {"temperature": float("nan")}, {"temperature": float("inf")}, {"temperature": 9e-7}, {"max_tokens": 0},
+        {"top_p": 0.0}, {"top_p": 1.1}, {"top_k": 0}, {"min_p": 1.0}, {"min_p": -0.1}, {"top_p": 0.9, "records_candidates": True},
+    ],
+)  # fmt: skip
 def test_impossible_sampling_is_refused(options: dict[str, float]) -> None:
     with pytest.raises(UserError, match="needs"):
         Sampling(**{"max_tokens": 1, **options})

@@ -83,7 +83,11 @@ OVERRIDES: list[tuple[list[str], list[str]]] = [
     (["rollout.sampling.stop=x"], ["rollout.sampling.stop is x", "a list"]),
     (['rollout.sampling.stop=[""]'], ["rollout.sampling.stop has an empty text"]),
     (["rollout.sampling.stop_token_ids=[-1]"], ["rollout.sampling.stop_token_ids.0 is -1", ">= 0"]),
-    (["rollout.sampling.top_p=0.9"], ["there is none", "whole distribution"]),
+    (["rollout.sampling.frequency_penalty=0.9"], ["there is none", "top_p"]),
+    (
+        ["rollout.sampling.min_p=0.1", "rollout.sglang={enable_deterministic_inference: true}"],
+        ["rollout.sampling.min_p is 0.1", "enable_deterministic_inference", "use top_p or top_k"],
+    ),
     (["rollout.num_engines=20000"], ["rollout.num_engines is 20000", "<= 16384"]),
     (["rollout.max_staleness=1", "runtime.colocate=true"], ["runtime.colocate is true with rollout.max_staleness 1", "to 0"]),
     (["rollout.filter={}"], ["rollout.filter.function is missing"]),

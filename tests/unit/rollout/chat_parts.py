@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megatron_rl.engines.answers import Generation
 from megatron_rl.engines.sampling import Sampling
+from megatron_rl.system.frozen_arrays import Candidates
 from megatron_rl.types import Ints, StopReason
 
 MARKERS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
@@ -74,4 +75,5 @@ class Policy:
         log_probs = -0.001 * np.arange(self.num_made + 1, self.num_made + len(ids) + 1)
         self.num_made += len(ids)
         experts = np.full((len(token_ids) + len(ids) - 1, 1, 1), len(self.asked), np.uint8)
-        return (Generation(np.array(ids), log_probs.astype(np.float32), np.full(len(ids), self.version), reason, experts),)
+        candidates = Candidates.of([each, each + 1] for each in ids) if sampling.records_candidates else None
+        return (Generation(np.array(ids), log_probs.astype(np.float32), np.full(len(ids), self.version), reason, experts, candidates),)

@@ -10,7 +10,7 @@ import aiohttp
 import numpy as np
 from chat_parts import THINKING_TEMPLATE, Policy, chat_tokenizer
 
-from megatron_rl.config.settings import AgentSettings, RolloutSettings
+from megatron_rl.config.settings import AgentSettings, RolloutSettings, SamplingSettings
 from megatron_rl.engines.answers import Generation
 from megatron_rl.engines.sampling import Sampling
 from megatron_rl.rollout.conversation import Conversation
@@ -94,10 +94,13 @@ async def served(
     max_tokens: int = 200,
     context: int = 4096,
     template: str = THINKING_TEMPLATE,
+    top_p: float = 1.0,
     **agent: Any,
 ) -> AsyncIterator[Served]:
     """Serve a session of a run with these settings."""
-    settings = RolloutSettings(agent=AgentSettings(command=("unused",), **agent), max_turns=max_turns)
+    settings = RolloutSettings(
+        agent=AgentSettings(command=("unused",), **agent), max_turns=max_turns, sampling=SamplingSettings(top_p=top_p)
+    )
     tokenizer = chat_tokenizer(template)
     policy = Gate(tokenizer, texts, context=context)
     renderer = choose_renderer(tokenizer, model_type="qwen3").renderer

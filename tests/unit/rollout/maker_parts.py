@@ -26,8 +26,9 @@ def make_maker(
     max_tokens: int = 64,
     seed: int = 0,
     timeout_s: float = 60.0,
+    sampling: SamplingSettings | None = None,
 ) -> GroupMaker:
-    settings = RolloutSettings(sampling=SamplingSettings(max_response_tokens=max_answer), timeout_s=timeout_s)
+    settings = RolloutSettings(sampling=sampling or SamplingSettings(max_response_tokens=max_answer), timeout_s=timeout_s)
     tokenizer = NumberTokenizer()
     return GroupMaker(settings, rollout, pool=pool, tokenizer=tokenizer, score=score, seed=seed, max_tokens=max_tokens)  # type: ignore[arg-type]
 

@@ -33,17 +33,20 @@ class Talk:
         return turn
 
     def try_ask(self, *messages: Message, max_tokens: int = 200, tool: Message = TOOL) -> Turn | None:
-        sampling = Sampling(max_tokens=max_tokens, stop_token_ids=(7,))
+        sampling = Sampling(max_tokens=max_tokens, stop_token_ids=(7,), top_k=2, records_candidates=True)
         return asyncio.run(self.conversation.ask(messages, sampling=sampling, tools=[tool]))
 
     def check_each_token_once(self, samples: tuple[Sample, ...]) -> None:
-        """Every sampled token is trained on in exactly one sample, behind the tokens that the engine saw."""
+        """Every sampled token is trained on in exactly one sample, with its candidates, behind the tokens that the engine saw."""
         trained = Counter()
         for sample in samples:
             ids = np.concatenate([sample.prompt.token_ids, sample.response_ids])
             for place in np.flatnonzero(sample.loss_mask):
                 trained[float(sample.rollout_log_probs[place])] += 1
                 assert sample.weight_versions[place] == 3
+                token, counts = int(sample.response_ids[place]), sample.candidates.counts
+                start = int(counts[:place].sum())
+                assert sample.candidates.ids[start : start + counts[place]].tolist() == [token, token + 1]
                 before = ids[: len(sample.prompt.token_ids) + place].tolist()
                 assert any(before[: len(asked)] == asked for asked in self.policy.asked)
         assert len(trained) == self.policy.num_made and set(trained.values()) == {1}

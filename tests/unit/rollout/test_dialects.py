@@ -152,7 +152,7 @@ def test_messages_become_the_turns_of_a_chat() -> None:
             assert one.policy.tokenizer.decode(turns[0].prompt_ids.tolist()).startswith("<|im_start|>system\nBe.")
             # Results come before what is said with them, as the calls are before both.
             both = {"role": "user", "content": [{"type": "text", "text": "So?"}, result]}
-            read = Messages().read(Fields({"messages": [*messages[:-1], both]}, temperature=1.0)).messages[-2:]
+            read = Messages().read(Fields({"messages": [*messages[:-1], both]}, sampling={})).messages[-2:]
             assert [(message["role"], message["content"]) for message in read] == [("tool", "4"), ("user", "So?")]
             counted = await one.post("/v1/messages/count_tokens", {"model": "policy", "messages": messages[:1]})
             _, answer = await one.post("/v1/messages", {"model": "policy", "messages": messages[:1], "max_tokens": 0})

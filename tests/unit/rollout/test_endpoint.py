@@ -151,6 +151,15 @@ def test_the_runs_sampling_is_what_an_engine_gets() -> None:
     run(work())
 
 
+def test_requests_may_repeat_how_the_run_draws_tokens() -> None:
+    async def work() -> None:
+        async with served(["A"], top_p=0.9) as one:
+            assert error_of(await one.chat(top_p=1.0), "top_p is 1.0, needs 0.9, or to be left out") == 400
+            assert (await one.chat(top_p=0.9, top_k=-1))[0] == 200
+
+    run(work())
+
+
 def test_other_settings_may_be_overridden() -> None:
     async def work() -> None:
         async with served(["A", "B"], sampling="override") as one:

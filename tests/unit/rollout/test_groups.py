@@ -9,9 +9,9 @@ import pytest
 from buffer_parts import finished_samples
 from maker_parts import Engine, dead, generator_of, make_maker, make_prompts
 
-from megatron_rl.config.settings import RolloutSettings
+from megatron_rl.config.settings import RolloutSettings, SamplingSettings
 from megatron_rl.data.buffer import Buffer
-from megatron_rl.engines.answers import MixtureShape
+from megatron_rl.engines.answers import Generation, MixtureShape
 from megatron_rl.engines.engine_pool import EnginePool, Urgency
 from megatron_rl.engines.sampling import Sampling
 from megatron_rl.errors import EngineError, EngineRefusal, UserError
@@ -21,7 +21,8 @@ from megatron_rl.rollout.groups import Score, single_turn
 from megatron_rl.rollout.opened_rollout import load_rollout
 from megatron_rl.rollout.rollout_trial import NumberTokenizer
 from megatron_rl.rollout.sample_checks import check_samples
-from megatron_rl.types import Group, Prompt, Reward, RewardOutcome, Sample
+from megatron_rl.system.frozen_arrays import Candidates
+from megatron_rl.types import Group, Ints, Prompt, Reward, RewardOutcome, Sample
 
 MIXTURE = MixtureShape(num_layers=2, num_dense_layers=0, num_experts=4, experts_per_token=1)
 
@@ -415,6 +416,28 @@ def test_every_sample_has_a_reproducible_seed_of_its_own() -> None:
     assert all(0 <= seed < 2**63 for seed in first)
     assert seeds(0) == first
     assert not set(seeds(1)) & set(first)
+
+
+class Recording(Engine):
+    """Answers come with candidates where they are asked for."""
+
+    def answer(self, token_ids: Ints) -> Generation:
+        recorded = Candidates.of([each] for each in token_ids.tolist()) if self.samplings[-1].records_candidates else None
+        return replace(super().answer(token_ids), candidates=recorded)
+
+
+def test_a_rollout_without_recorded_candidates_is_refused() -> None:
+    async def careless(**arguments: Any) -> list[Sample]:
+        return [replace(sample, candidates=None) for sample in await single_turn(**arguments)]
+
+    for rollout, num_made in ((single_turn, 2), (careless, 0)):
+        pool = EnginePool([Recording()], max_requests=8)  # type: ignore[list-item]
+        maker = make_maker(pool, rollout, sampling=SamplingSettings(max_response_tokens=4, top_k=2))
+        greedy = asyncio.run(maker.make(make_prompts(1)[0], num_samples=2, greedy=True))
+        assert len(greedy.samples) == 2, "no greedy response is trained on"
+        group = asyncio.run(maker.make(make_prompts(1)[0], num_samples=2))
+        assert len(group.samples) == num_made
+        assert all("with no candidates, which rollout.sampling.top_p, top_k or min_p need" in each.headline for each in group.failures)
 
 
 def test_a_rollout_without_recorded_experts_is_refused() -> None:

@@ -21,6 +21,7 @@ from megatron_rl.rollout import generator
 from megatron_rl.rollout.generator import KeptAnswers
 from megatron_rl.rollout.groups import single_turn
 from megatron_rl.rollout.rollout_trial import NumberTokenizer
+from megatron_rl.system.frozen_arrays import Candidates
 from megatron_rl.types import Group, Ints, Prompt, Reward, RewardOutcome, Sample, StopReason
 
 PROMPT = Prompt(id="p", token_ids=np.array([1, 2]), text="1 2")
@@ -192,16 +193,18 @@ def test_a_failed_engine_s_open_requests_go_to_another(buffer: Buffer) -> None:
     assert engines[1].seeds == engines[0].seeds[2:]
 
 
-def test_experts_come_back(buffer: Buffer) -> None:
+def test_records_come_back(buffer: Buffer) -> None:
     async def work() -> None:
         experts = np.arange(12, dtype=np.uint8).reshape(3, 2, 2)
-        answer = Generation(np.array([5]), np.zeros(1, np.float32), np.array([0]), StopReason.STOP, experts)
+        candidates = Candidates.of([[5, 3, 7]])
+        answer = Generation(np.array([5]), np.zeros(1, np.float32), np.array([0]), StopReason.STOP, experts, candidates)
         with pytest.raises(asyncio.CancelledError), KeptAnswers(buffer, "p") as kept:
             kept.add(PROMPT.token_ids, LONG, answer)
             raise asyncio.CancelledError
         found = KeptAnswers(buffer, "p").find(PROMPT.token_ids, LONG)
         assert found is not None and found.routed_experts is not None
         np.testing.assert_array_equal(found.routed_experts, experts, strict=True)
+        assert found.candidates is not None and found.candidates.packed().tolist() == [3, 5, 3, 7]
 
     asyncio.run(work())
 

@@ -20,6 +20,7 @@ from megatron_rl.engines.sampling import Sampling
 from megatron_rl.errors import EngineError
 from megatron_rl.rollout.generator import NOTHING, joined
 from megatron_rl.rollout.sample_checks import without_outdated_experts, without_stale_tokens
+from megatron_rl.system.frozen_arrays import Candidates
 from megatron_rl.types import Group, Ints, Prompt, Reward, RewardOutcome, Sample, StepTotals, StopReason
 
 PROMPT = Prompt(id="p", token_ids=np.array([1, 2]), text="1 2")
@@ -38,7 +39,8 @@ def encode(text: str) -> list[int]:
 def generation(ids: list[int], version: int, reason: StopReason, *, num_seen: int | None = None) -> Generation:
     """Log-probs of -0.01 times the token; experts number the `num_seen` tokens before, and the own ones but the last."""
     experts = None if num_seen is None else np.arange(num_seen + max(0, len(ids) - 1), dtype=np.uint8)[:, None, None]
-    return Generation(np.array(ids, np.int64), -0.01 * np.array(ids, np.float32), np.full(len(ids), version), reason, experts)
+    candidates = Candidates.of([each] * each for each in ids)
+    return Generation(np.array(ids, np.int64), -0.01 * np.array(ids, np.float32), np.full(len(ids), version), reason, experts, candidates)
 
 
 def test_pieces_are_joined_in_value() -> None:
@@ -50,6 +52,8 @@ def test_pieces_are_joined_in_value() -> None:
     assert whole.token_ids.tolist() == [5, 6, 8, 9, 4, 1] and whole.weight_versions.tolist() == [3, 3, 5, 5, 5, 5]
     np.testing.assert_allclose(whole.log_probs, [-0.05, -0.06, -0.08, -0.09, -0.04, -0.01], rtol=1e-6)
     assert whole.stop_reason is StopReason.LENGTH
+    assert whole.candidates is not None and whole.candidates.counts.tolist() == whole.token_ids.tolist()
+    assert whole.candidates.hold(whole.token_ids).all()
     assert whole.routed_experts is not None and whole.routed_experts.ravel().tolist() == list(range(2 + 6 - 1))
     (sample,) = samples_of(whole)
     assert without_outdated_experts(sample).routed_experts.shape[0] == 0, "of other weights than those that chose the tokens"  # type: ignore[union-attr]

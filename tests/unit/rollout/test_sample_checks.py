@@ -1,19 +1,22 @@
 """A rollout of two samples for each trajectory, from the engine through checks, rewards and buffer to the batch."""
 
 import asyncio
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from buffer_parts import take_done
 
+from megatron_rl.config.settings import RolloutSettings, SamplingSettings
 from megatron_rl.data.batch import make_train_batch
 from megatron_rl.data.buffer import Buffer
 from megatron_rl.engines.sampling import Sampling
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.groups import single_turn
-from megatron_rl.rollout.rollout_trial import NumberTokenizer, ScriptedEngine, scripted_experts
+from megatron_rl.rollout.rollout_trial import NumberTokenizer, RolloutTrial, ScriptedEngine, scripted_experts
 from megatron_rl.rollout.sample_checks import check_samples
 from megatron_rl.types import Group, Prompt, Reward, RewardOutcome, Sample, trajectories
 
@@ -36,6 +39,18 @@ def two_turns_each(num_trajectories: int) -> list[Sample]:
 
     asyncio.run(work())
     return samples
+
+
+async def careless(**arguments: Any) -> list[Sample]:
+    return [replace(sample, candidates=None) for sample in await single_turn(**arguments)]
+
+
+def test_a_trial_looks_for_candidates_where_the_run_needs_them() -> None:
+    for name, passes in (("megatron_rl.rollout.groups:single_turn", True), ("test_sample_checks:careless", False)):
+        for top_p in (1.0, 0.9):
+            trial = RolloutTrial(RolloutSettings(function=name, sampling=SamplingSettings(top_p=top_p)))
+            with nullcontext() if passes or top_p == 1 else pytest.raises(UserError, match="with no candidates, which"):
+                trial.run()
 
 
 def test_records_with_own_prompts_reach_the_batch(tmp_path: Path) -> None:

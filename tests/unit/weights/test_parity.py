@@ -14,6 +14,7 @@ from megatron_rl.engines.engine_pool import EnginePool
 from megatron_rl.engines.sampling import Sampling
 from megatron_rl.errors import EngineError, ParityError
 from megatron_rl.observe.metrics import metric_values
+from megatron_rl.system.frozen_arrays import Candidates
 from megatron_rl.types import Floats, Ints, Prompt, StopReason, TrainBatch
 from megatron_rl.weights.parity import (
     PROBE_SAMPLES,
@@ -58,7 +59,8 @@ class Client:
         length = sampling.max_tokens
         log_probs = (-np.arange(length) / 100 - self._wrong_by).astype(np.float32)
         experts = None if self._expert is None else np.full((len(token_ids) + length - 1, 1, 1), self._expert, np.uint8)
-        sample = Generation(np.arange(length), log_probs, np.zeros(length, np.int64), StopReason.LENGTH, experts)
+        candidates = Candidates.of([each, each + 1] for each in range(length))
+        sample = Generation(np.arange(length), log_probs, np.zeros(length, np.int64), StopReason.LENGTH, experts, candidates)
         return (sample,) * num_samples
 
     async def checksums(self) -> dict[str, str]:
@@ -95,6 +97,7 @@ def test_engines_continue_the_prompts_as_a_run_samples() -> None:
         assert client.asked == [(prompt.token_ids[:prompt_tokens].tolist(), sampling) for prompt in PROMPTS]
         assert probe.temperature == 0.7 and probe.batch.num_sequences == 2 * PROBE_SAMPLES
         assert probe.batch.loss_mask.sum() == 2 * PROBE_SAMPLES * length, "the sampled tokens alone"
+        assert probe.batch.candidates.counts.tolist() == (2 * probe.batch.loss_mask).tolist() == (2 * probe.recorded.loss_mask).tolist()
         first, last = probe.batch.tokens[: 3 + length], probe.batch.tokens[-length - prompt_tokens : -length]
         assert first.tolist() == [1, 2, 3][:prompt_tokens] + list(range(length)) + first.tolist()[min(3, prompt_tokens) + length :]
         assert last.tolist() == PROMPTS[1].token_ids[:prompt_tokens].tolist()
