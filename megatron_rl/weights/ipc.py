@@ -93,11 +93,12 @@ class IpcSender(WeightSender):
     """The giver of weights: all ranks gather, and a rank with `seats` offers every bucket to each seat."""
 
     def __init__(self, source: WeightSource, plan: IpcPlan, *, seats: Sequence[Seat], store: Store | None) -> None:
-        self._source, self._plan, self._seats, self._store = source, plan, tuple(seats), store
+        super().__init__(source)
+        self._plan, self._seats, self._store = plan, tuple(seats), store
 
-    def send(self, *, version: int) -> None:
+    def _send(self, *, version: int, checked: bool) -> None:
         """Offer bucket by bucket, two per seat at a time: one is filled while engines take the one before."""
-        weights = self._source.weights(receivers=tuple(self._plan.seats))
+        weights = self._gathered(receivers=tuple(self._plan.seats), checked=checked and bool(self._seats))
         try:
             if self._seats:
                 self._offer_all(weights, version=version)

@@ -208,6 +208,31 @@ def test_the_checksum_follows_the_weights(ask, models) -> None:
     assert first == again != second
 
 
+@pytest.mark.parametrize("flushes", [True, False])
+def test_no_cached_prefix_outlives_its_weights(ask, models, monkeypatch: pytest.MonkeyPatch, flushes: bool) -> None:
+    """As the flush of a sync empties the cache; without it, tokens follow a prefix of other weights."""
+    prompt, sampling = np.arange(200) % (VOCAB - 1) + 1, Sampling(temperature=0.0, max_tokens=4)
+
+    async def work(client: EngineClient) -> tuple[Generation, int]:
+        await client.generate(prompt, sampling=sampling)
+        control = client._control
+
+        async def keeping(path: str, body: dict[str, Any], **options: Any) -> Any:
+            return await control(path, {**body, "flush_cache": False} if "flush_cache" in body else body, **options)
+
+        if not flushes:
+            monkeypatch.setattr(client, "_control", keeping)
+        await load(client, models["second"][0], version=2)
+        cached_before = client.served["cached_tokens"]
+        (generation,) = await client.generate(prompt, sampling=sampling)
+        return generation, client.served["cached_tokens"] - cached_before
+
+    generation, num_cached = ask(work)
+    tokens = [*prompt.tolist(), *generation.token_ids.tolist()]
+    apart = np.abs(generation.log_probs - reference_log_probs(models["second"][1], tokens, temperature=1.0)[len(prompt) - 1 :])
+    assert (num_cached == 0) == flushes and (apart.max() < 2e-5) == flushes
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
