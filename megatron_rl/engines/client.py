@@ -4,6 +4,7 @@ Legend: P prompt tokens. Requests that would crash the server are refused before
 """
 
 import asyncio
+import base64
 import contextlib
 import itertools
 import json
@@ -18,6 +19,7 @@ import aiohttp
 from megatron_rl.engines.answers import EngineLoad, Generation, read_generation, read_load, read_version
 from megatron_rl.engines.engine import EngineAddress
 from megatron_rl.engines.sampling import Sampling
+from megatron_rl.engines.server_args import COMPARING_LOADER
 from megatron_rl.errors import DeadlineError, EngineError, EngineRefusal, UserError
 from megatron_rl.system.deadlines import ENGINE_ABORT_S, ENGINE_CONTROL_S, ENGINE_LOAD_S
 from megatron_rl.types import Ints
@@ -256,6 +258,18 @@ class EngineClient:
         The server dies of a handle that cannot be opened. `version` as in `receive_bucket`.
         """
         await self._control("/update_weights_from_tensor", {"serialized_named_tensors": list(handles), **_bucket(version)})
+
+    async def check_received(self, expected: Mapping[str, int] | None, *, num_ranks: int) -> None:
+        """Let the engine's `num_ranks` ranks note checksums of what comes, then compare with `expected`.
+
+        A difference ends the server. Only within an update, before and behind all weights.
+        """
+        # Imported here, because it imports torch, and the actor of an engine never does.
+        from megatron_rl.engines.received_weights import order
+
+        orders = [base64.b64encode(order(expected)).decode()] * num_ranks
+        body = {"serialized_named_tensors": orders, "load_format": COMPARING_LOADER, "flush_cache": False, "selector": "target"}
+        await self._control("/update_weights_from_tensor", body)
 
     async def load_weights(self, path: Path, *, version: int, timeout_s: float | None = None) -> None:
         """Read weights from a Hugging Face directory of the engine's machine; flush the cache.

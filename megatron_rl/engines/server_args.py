@@ -11,6 +11,7 @@ from megatron_rl.config.messages import unknown_field
 from megatron_rl.errors import UserError
 
 RECORD_ROUTING = "enable_return_routed_experts"
+COMPARING_LOADER = "megatron_rl.engines.received_weights.note_or_compare"
 
 _SAMPLED = "every token has to be drawn from the policy's own distribution at rollout.sampling.temperature"
 _SEEN = "the trainer builds its model from config.json alone and would not see it"
@@ -206,6 +207,7 @@ def server_arguments(
         "dtype": dtype,
         "random_seed": seed,
         "weight_version": "0",
+        "custom_weight_loader": [*(user.get("custom_weight_loader") or ()), COMPARING_LOADER],
         "skip_tokenizer_init": not needs_tokenizer,
     }
     if not has_weights:

@@ -55,6 +55,7 @@ def main() -> None:
     from sglang.srt.utils import kill_process_tree
 
     sglang_shims.refuse_deadly_requests()
+    sglang_shims.hide_the_key_in_logs()
     load_plugins()
     if on_cpu:
         from megatron_rl.engines.on_cpu.sglang_attention import register

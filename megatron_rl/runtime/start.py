@@ -43,7 +43,7 @@ from megatron_rl.system.deadlines import ENGINE_CONTROL_S, PLACEMENT_S, REWARDS_
 from megatron_rl.system.device import quiet_megatron_imports
 from megatron_rl.system.files import claim
 from megatron_rl.system.process_variables import shared_variables
-from megatron_rl.weights.sync import TRANSPORTS, WeightSync
+from megatron_rl.weights.sync import CHECK_INTERVAL, TRANSPORTS, WeightSync
 from megatron_rl.weights.transport import Surroundings, WeightTransport
 
 with quiet_megatron_imports():
@@ -211,7 +211,9 @@ class RunStart:
 
     def _open_sync(self, transport: Callable[[Sequence[str]], WeightTransport], ranks: TrainerGroup, manager: RolloutManager) -> WeightSync:
         timeout_s = sync_deadline_s(self._settings.model)
-        sync = WeightSync(transport, ranks=ranks, pool=manager.pool, timeout_s=timeout_s)
+        # SGLang's loaders of one's own take no weights for engines of several data-parallel ranks.
+        interval = 0 if self._settings.rollout.sglang.get("dp_size", 1) > 1 else CHECK_INTERVAL
+        sync = WeightSync(transport, ranks=ranks, pool=manager.pool, timeout_s=timeout_s, check_interval=interval)
         with self._report.part("weight transport"):
             wait = partial(self.watchdog.wait, owner="the weight transport", timeout_s=timeout_s + ENGINE_CONTROL_S)
             wait(sync.connect(), name="joining trainer and engines")

@@ -24,7 +24,7 @@ from megatron_rl.system.deadlines import RANK_ANSWER_S, RANKS_START_S
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.training.whole_batch import divide
 from megatron_rl.types import Floats, TrainBatch
-from megatron_rl.weights.transport import SenderPlan, WeightSender
+from megatron_rl.weights.transport import SenderPlan, Sent, WeightSender
 
 OWNER = "Megatron rank"
 """What a rank is called in messages, before its number."""
@@ -88,9 +88,9 @@ class TrainerWorker:
         assert self._trainer is not None, "started before"
         self._sender = plan.open(self._trainer, rank=rank)
 
-    def call_sender(self, method: str, **keywords: Any) -> None:
+    def call_sender(self, method: str, **keywords: Any) -> Any:
         """Call a method of the open end."""
-        getattr(self._sender, method)(**keywords)
+        return getattr(self._sender, method)(**keywords)
 
 
 class TrainerGroup:
@@ -197,9 +197,9 @@ class TrainerGroup:
         """Let every rank close the sending end of the transport to the engines."""
         return [worker.call_sender.remote("close").future() for worker in self.workers]
 
-    def begin_send(self, *, version: int) -> list[Future[None]]:
-        """Let every rank send the current weights to the engines."""
-        return [worker.call_sender.remote("send", version=version).future() for worker in self.workers]
+    def begin_send(self, *, version: int, checked: bool) -> list[Future[Sent]]:
+        """Let every rank send the current weights to the engines, `checked` with checksums."""
+        return [worker.call_sender.remote("send", version=version, checked=checked).future() for worker in self.workers]
 
 
 def spare_what_is_loaded() -> None:

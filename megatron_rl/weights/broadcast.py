@@ -44,11 +44,12 @@ class BroadcastSender(WeightSender):
     """The sender of weights: all ranks gather, and the rank with the `group` sends."""
 
     def __init__(self, source: WeightSource, buckets: Sequence[Sequence[WeightSpec]], *, group: dist.ProcessGroup | None) -> None:
-        self._source, self._buckets, self._group = source, buckets, group
+        super().__init__(source)
+        self._buckets, self._group = buckets, group
 
-    def send(self, *, version: int) -> None:
+    def _send(self, *, version: int, checked: bool) -> None:
         """Send bucket by bucket. Without the group only take part in gathering; the engines know the version from elsewhere."""
-        weights = self._source.weights(receivers=(0,))
+        weights = self._gathered(receivers=(0,), checked=checked and self._group is not None)
         try:
             if self._group is not None:
                 for flat in fill_buckets(weights, self._buckets):
@@ -125,7 +126,6 @@ class BroadcastTransport(BucketTransport):
     def __init__(self, surroundings: Surroundings) -> None:
         super().__init__(surroundings)
         address, port = surroundings.free_address()
-        self._ranks_per_engine = surroundings.ranks_per_engine
         self.plan = BroadcastPlan(
             address=address,
             port=port,
@@ -140,7 +140,7 @@ class BroadcastTransport(BucketTransport):
     async def connect(self, clients: Sequence[EngineClient]) -> None:
         """Let every engine join the group."""
         group = {name: getattr(self.plan, name) for name in ("address", "port", "world_size", "name", "backend")}
-        offsets = range(1, self.plan.world_size, self._ranks_per_engine)
+        offsets = range(1, self.plan.world_size, self._num_ranks)
         await asyncio.gather(*(client.join_group(rank_offset=first, **group) for client, first in zip(clients, offsets, strict=True)))
 
     async def disconnect(self, client: EngineClient) -> None:

@@ -5,7 +5,7 @@
     drop it                 <-- taken                       <-- answer
 
 Every tensor parallel rank of an engine takes the buckets of the Megatron rank on its own GPU, of which a store
-carries handles of a few hundred bytes. Each bucket is in memory of its own: SGLang answers before a GPU has copied,
+carries handles of a few hundred bytes. On a GPU each bucket is in memory of its own: SGLang answers before it has copied,
 and torch keeps memory that is dropped until the other process has let go of it, but not from being written. On the
 CPU, where one rank serves all ranks of an engine, each of these has memory of its own, too, because SGLang's
 loaders may write into it: that of gpt-oss sets a bias to zero on all ranks but the first.
@@ -18,7 +18,7 @@ import errno
 import io
 import os
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.reduction import ForkingPickler
@@ -37,7 +37,16 @@ from megatron_rl.errors import UserError
 from megatron_rl.system.leftovers import SHARED_MEMORY, Scratch, scratch_directory
 from megatron_rl.system.process_variables import ALLOCATOR_VARIABLES
 from megatron_rl.system.rendezvous import join_store, serve_store
-from megatron_rl.weights.transport import BucketTransport, Surroundings, WeightSender, WeightSource, WeightSpec, fill_buckets, take_all
+from megatron_rl.weights.transport import (
+    BucketTransport,
+    Surroundings,
+    WeightSender,
+    WeightSource,
+    WeightSpec,
+    fill_buckets,
+    num_bucket_bytes,
+    take_all,
+)
 
 POLL_S = 0.002
 GIVEN_UP = b"given up"
@@ -93,11 +102,12 @@ class IpcSender(WeightSender):
     """The giver of weights: all ranks gather, and a rank with `seats` offers every bucket to each seat."""
 
     def __init__(self, source: WeightSource, plan: IpcPlan, *, seats: Sequence[Seat], store: Store | None) -> None:
-        self._source, self._plan, self._seats, self._store = source, plan, tuple(seats), store
+        super().__init__(source)
+        self._plan, self._seats, self._store = plan, tuple(seats), store
 
-    def send(self, *, version: int) -> None:
+    def _send(self, *, version: int, checked: bool) -> None:
         """Offer bucket by bucket, two per seat at a time: one is filled while engines take the one before."""
-        weights = self._source.weights(receivers=tuple(self._plan.seats))
+        weights = self._gathered(receivers=tuple(self._plan.seats), checked=checked and bool(self._seats))
         try:
             if self._seats:
                 self._offer_all(weights, version=version)
@@ -111,18 +121,21 @@ class IpcSender(WeightSender):
         self._store = None
 
     def _offer_all(self, weights: Iterator[tuple[str, Tensor]], *, version: int) -> None:
-        seats, held = self._seats, dict[Seat, Tensor]()
+        seats, held, shared = self._seats, dict[Seat, Tensor](), SharedMemory(max(map(num_bucket_bytes, self._plan.buckets)))
         with scratch_directory() as scratch:
-            for number, flat in enumerate(fill_buckets(weights, self._plan.buckets, allocate=allocate_shared)):
+            for number, flat in enumerate(fill_buckets(weights, self._plan.buckets, allocate=shared.allocate)):
                 if held:
                     seats = self._those_that_took(held, version=version, number=number - 1)
+                    shared.free(held.values())
                 if not seats:
                     return
-                held = self._offer(flat, seats, version=version, number=number, scratch=scratch)
+                held = self._offer(flat, seats, shared, version=version, number=number, scratch=scratch)
             assert held, "a model has weights"
             self._those_that_took(held, version=version, number=len(self._plan.buckets) - 1)
 
-    def _offer(self, flat: Tensor, seats: Sequence[Seat], *, version: int, number: int, scratch: Scratch) -> dict[Seat, Tensor]:
+    def _offer(
+        self, flat: Tensor, seats: Sequence[Seat], shared: "SharedMemory", *, version: int, number: int, scratch: Scratch
+    ) -> dict[Seat, Tensor]:
         """Offer the content of `flat` [bytes] uint8 to `seats`; return the memory of each, of the first `flat` itself.
 
         On the CPU each seat gets a file. On a GPU a rank has one seat for each engine beside, and no two ranks of an
@@ -131,7 +144,7 @@ class IpcSender(WeightSender):
         assert self._store is not None, "a rank with seats joins the store"
         offered = dict.fromkeys(seats, flat)
         if not flat.is_cuda:
-            offered |= {seat: allocate_shared(flat.nbytes, flat.device).copy_(flat) for seat in seats[1:]}
+            offered |= {seat: shared.allocate(flat.nbytes, flat.device).copy_(flat) for seat in seats[1:]}
             scratch.note(file for memory in offered.values() for file in shared_files(memory))
         for seat, memory in offered.items():
             self._store.set(seat.offer(version, number), handle_of(memory, self._plan.buckets[number]))
@@ -200,6 +213,27 @@ def allocate_shared(num_bytes: int, device: torch.device) -> Tensor:
             "remount,size=4G /dev/shm), or set weights.transport to disk"
         ) from error
     return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+class SharedMemory:
+    """Shared memory for the buckets of one sync, of at most `bucket_bytes` each.
+
+    On a CPU memory is used again, since an engine there has copied when it answers: new pages take
+    three times the CPU seconds of the copy.
+    """
+
+    def __init__(self, bucket_bytes: int) -> None:
+        self._bucket_bytes, self._free = bucket_bytes, list[Tensor]()
+
+    def allocate(self, num_bytes: int, device: torch.device) -> Tensor:
+        """Return memory as `allocate_shared` [num_bytes] uint8, with any content."""
+        if device.type == "cuda":
+            return allocate_shared(num_bytes, device)
+        return (self._free.pop() if self._free else allocate_shared(self._bucket_bytes, device))[:num_bytes]
+
+    def free(self, buckets: Iterable[Tensor]) -> None:
+        """Use the memory of `buckets` [bytes] uint8 again, where possible."""
+        self._free += [torch.empty(0, dtype=torch.uint8).set_(flat.untyped_storage()) for flat in buckets if not flat.is_cuda]
 
 
 def shared_files(flat: Tensor) -> list[Path]:

@@ -5,6 +5,8 @@ ranks ---- send ----> transport ---- deliver ----> engines
 """
 
 import asyncio
+import itertools
+import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -17,7 +19,7 @@ from megatron_rl.observe.metrics import Last, Metric, Sum
 from megatron_rl.weights.broadcast import BroadcastTransport
 from megatron_rl.weights.disk import DiskTransport
 from megatron_rl.weights.ipc import IpcTransport
-from megatron_rl.weights.transport import SenderPlan, Surroundings, WeightTransport
+from megatron_rl.weights.transport import SenderPlan, Sent, Surroundings, WeightTransport
 
 TRANSPORTS: Mapping[str, Callable[[Surroundings], WeightTransport]] = {
     "broadcast": BroadcastTransport,
@@ -26,6 +28,8 @@ TRANSPORTS: Mapping[str, Callable[[Surroundings], WeightTransport]] = {
 }
 """Every way for weights to reach the engines, by its name in weights.transport."""
 
+CHECK_INTERVAL = 10
+"""Versions from one comparison of checksums to the next, of 3.5 copies of the weights at each end."""
 PARTING = "parting trainer and engines"
 RETURN_POLL_S = 0.1  # looks for an engine that is being started again, where there is no other
 
@@ -42,8 +46,8 @@ class Ranks(Protocol):
     def begin_close_sender(self) -> "Sequence[Future[Any]]":
         """Let every rank close its open end."""
 
-    def begin_send(self, *, version: int) -> "Sequence[Future[Any]]":
-        """Let every rank send the current weights."""
+    def begin_send(self, *, version: int, checked: bool) -> "Sequence[Future[Sent]]":
+        """Let every rank send the current weights, `checked` with checksums."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +70,15 @@ class WeightSync:
     a new transport; an engine with a part of the weights stays paused. A sync fails when the last
     engine dies for good, or one during the joining of a process group. NCCL is not tried yet: there a deadline may
     end the sync, as engines wait on their GPUs for the dead one. With disk and ipc none waits.
+
+    At the first sync of a transport and every `check_interval`-th version, engines compare checksums
+    of all weights with the ranks' (`received_weights`) before they serve them; 0 is never.
     """
 
-    def __init__(self, make_transport: MakeTransport, *, ranks: Ranks, pool: EnginePool, timeout_s: float) -> None:
+    def __init__(self, make_transport: MakeTransport, *, ranks: Ranks, pool: EnginePool, timeout_s: float, check_interval: int = 0) -> None:
         self._make_transport, self._ranks, self._pool = make_transport, ranks, pool
-        self._timeout_s = timeout_s
+        self._timeout_s, self._check_interval = timeout_s, check_interval
+        self._is_checked = False  # the present connection
         self._connection: Connection | None = None
 
     async def connect(self) -> None:
@@ -87,26 +95,29 @@ class WeightSync:
         Raises EngineError when an engine failed, or serves another version then, or none is left,
         and DeadlineError, with the names of the missing, when the sync took too long.
         """
-        deadline, everywhere = self._deadline(), False
-        while not everywhere:
+        deadline = self._deadline()
+        metrics: dict[str, Metric] | None = None
+        while metrics is None:
             connection = await self._connect(deadline)
             try:
-                everywhere = await self._deliver(connection, version=version, deadline=deadline)
+                metrics = await self._deliver(connection, version=version, deadline=deadline)
             finally:
                 num_bytes = await asyncio.to_thread(connection.transport.finish, version=version)
-        return {"weights/version": Last(version), "weights/bytes": Sum(num_bytes)}
+        return {"weights/version": Last(version), "weights/bytes": Sum(num_bytes), **metrics}
 
-    async def _deliver(self, connection: Connection, *, version: int, deadline: float) -> bool:
-        """Return True when every member serves the weights, False when one died and all ended."""
+    async def _deliver(self, connection: Connection, *, version: int, deadline: float) -> dict[str, Metric] | None:
+        """Return metrics when every member serves the weights, None when one died and all ended."""
         transport, members = connection.transport, connection.membership.members
-        sending = _named(self._ranks.begin_send(version=version))
-        receiving: dict[EngineClient, asyncio.Future[None]] = {}
+        checked = self._check_interval > 0 and (not self._is_checked or version % self._check_interval == 0)
+        sending = _named(self._ranks.begin_send(version=version, checked=checked))
+        expected = asyncio.ensure_future(_checksums(sending)) if checked else None
+        receiving: dict[EngineClient, asyncio.Future[tuple[float, float, float]]] = {}
         what = f"weight sync to version {version}"
         try:
             if transport.sends_first:
                 await self._all_of(_shielded(sending), what=what, deadline=deadline)
             receiving = {
-                client: asyncio.ensure_future(self._pool.while_it_stays(client, self._update(transport, client, version)))
+                client: asyncio.ensure_future(self._pool.while_it_stays(client, self._update(transport, client, version, expected)))
                 for client in members
             }
             works = sending | {f"engine at {client.address.url}": update for client, update in receiving.items()}
@@ -114,6 +125,8 @@ class WeightSync:
             asked = {f"version of {client.address.url}": self._pool.while_it_stays(client, client.weight_version()) for client in members}
             served = await self._all_of(asked, what=what, deadline=deadline)
         except RuntimeError:
+            if expected is not None:
+                expected.cancel()
             # From an engine, or from a rank with a broken connection.
             for client, update in receiving.items():
                 if update.done() and not update.cancelled() and isinstance(fault := update.exception(), Exception):
@@ -121,17 +134,18 @@ class WeightSync:
             if not await self._pool.loses_one_of(members):
                 raise
             await self._abandon(sending, receiving, deadline=deadline)
-            return False
+            return None
         finally:
-            _end([*sending.values(), *receiving.values()])
+            _end([*sending.values(), *receiving.values(), *([expected] if expected is not None else [])])
         for client, got in zip(members, served, strict=True):
             if got != version:
                 wrong = EngineError(f"the engine at {client.address.url} serves weights {got} after a sync, needs {version}; see its log")
                 if not (self._pool.end_failed(client, wrong) and await self._pool.loses_one_of([client])):
                     raise wrong
-                return False
+                return None
         self._pool.admit(members)
-        return True
+        self._is_checked = self._is_checked or checked
+        return _parts([rank.result() for rank in sending.values()], [engine.result() for engine in receiving.values()])
 
     def _deadline(self) -> float:
         return asyncio.get_running_loop().time() + self._timeout_s
@@ -150,7 +164,7 @@ class WeightSync:
         transport = await asyncio.to_thread(self._make_transport, [client.address.url for client in membership.members])
         connecting = {"engines": transport.connect(membership.members), **_named(self._ranks.begin_open_sender(transport.plan))}
         await self._all_of(connecting, what="joining trainer and engines for weight syncs", deadline=deadline)
-        self._connection = Connection(membership, transport)
+        self._connection, self._is_checked = Connection(membership, transport), False
         return self._connection
 
     async def _disconnect(self, deadline: float) -> None:
@@ -166,7 +180,7 @@ class WeightSync:
         await self._all_of(closing | _named(self._ranks.begin_close_sender()), what=PARTING, deadline=deadline)
 
     async def _abandon(
-        self, sending: "Mapping[str, asyncio.Future[Any]]", receiving: "Mapping[EngineClient, asyncio.Future[None]]", *, deadline: float
+        self, sending: "Mapping[str, asyncio.Future[Any]]", receiving: "Mapping[EngineClient, asyncio.Future[Any]]", *, deadline: float
     ) -> None:
         """Wait until all work of a failed sync has ended, and close both ends.
 
@@ -207,14 +221,38 @@ class WeightSync:
             _end(tasks.values())
 
     @staticmethod
-    async def _update(transport: WeightTransport, client: EngineClient, version: int) -> None:
+    async def _update(
+        transport: WeightTransport, client: EngineClient, version: int, expected: "asyncio.Future[Mapping[str, int]] | None"
+    ) -> tuple[float, float, float]:
+        """Return the seconds of the pause, of taking and comparing the weights, and of going on."""
+        clock_s = [time.perf_counter()]
         try:
             await client.pause("retract")
-            await transport.deliver(client, version=version)
+            clock_s.append(time.perf_counter())
+            await transport.deliver(client, version=version, expected=None if expected is None else asyncio.shield(expected))
+            clock_s.append(time.perf_counter())
             await client.resume()
         except BaseException:
             transport.give_up(client, version=version)
             raise
+        clock_s.append(time.perf_counter())
+        drain_s, apply_s, resume_s = (end_s - begun_s for begun_s, end_s in itertools.pairwise(clock_s))
+        return drain_s, apply_s, resume_s
+
+
+async def _checksums(sending: "Mapping[str, asyncio.Future[Sent]]") -> Mapping[str, int]:
+    """Return the checksums of what the ranks sent."""
+    await asyncio.wait(sending.values())
+    return {name: value for rank in sending.values() for name, value in rank.result().checksums.items()}
+
+
+def _parts(sent: "Sequence[Sent]", taken: Sequence[tuple[float, float, float]]) -> dict[str, Metric]:
+    """Return the seconds of the parts of a sync, of the slowest rank and the slowest engine, and the number of compared weights."""
+    drain_s, apply_s, resume_s = (max(each) for each in zip(*taken, strict=True))
+    seconds = {"drain": drain_s, "gather": max(rank.gather_s for rank in sent), "send": max(rank.send_s for rank in sent)}
+    seconds |= {"apply": apply_s, "resume": resume_s}
+    compared = max(len(rank.checksums) for rank in sent)
+    return {**{f"time/sync_{part}": Sum(value) for part, value in seconds.items()}, "engine/compared_weights": Sum(compared)}
 
 
 def _named(futures: "Sequence[Future[Any]]") -> "dict[str, asyncio.Future[Any]]":

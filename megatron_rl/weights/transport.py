@@ -7,9 +7,11 @@ first byte moves: names, dtypes and shapes follow from the manifest.
 import collections
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.engines.client import EngineClient
+from megatron_rl.engines.received_weights import noted
 from megatron_rl.errors import EngineError
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.weight_table import rules, tensor_shapes
@@ -153,15 +156,69 @@ def take_all(weights: Iterable[object]) -> None:
     collections.deque(weights, maxlen=0)
 
 
-class WeightSender:
-    """The rank's end."""
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A rank's account of a sync: seconds of gathering (in Hugging Face form) and of all else, and checksums by name."""
 
-    def send(self, *, version: int) -> None:
-        """Send the current weights. Every rank calls `send` at the same time."""
+    gather_s: float
+    send_s: float
+    checksums: Mapping[str, int]
+
+
+class WeightSender:
+    """The rank's end, with the weights of `source`."""
+
+    def __init__(self, source: WeightSource) -> None:
+        self._source = source
+        self._gather_s, self._checksums = 0.0, dict[str, int]()
+
+    def send(self, *, version: int, checked: bool = False) -> Sent:
+        """Send the current weights, `checked` with checksums. Every rank calls `send` at the same time."""
+        begun_s, self._gather_s, self._checksums = time.perf_counter(), 0.0, {}
+        self._send(version=version, checked=checked)
+        return Sent(self._gather_s, time.perf_counter() - begun_s - self._gather_s, self._checksums)
+
+    def _send(self, *, version: int, checked: bool) -> None:
         raise NotImplementedError
+
+    def _gathered(self, *, receivers: Collection[int], checked: bool) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights of `source` for `receivers`, timed; a receiver notes checksums where `checked`."""
+        weights = self._source.weights(receivers=receivers)
+        timed = iter(partial(self._next, weights), None)
+        return noted(timed, self._checksums) if checked else timed
+
+    def _next(self, weights: Iterator[tuple[str, Tensor]]) -> tuple[str, Tensor] | None:
+        begun_s = time.perf_counter()
+        weight = next(weights, None)
+        self._gather_s += time.perf_counter() - begun_s
+        return weight
 
     def close(self) -> None:
         """Give back what `SenderPlan.open` took, while `WeightTransport.disconnect` runs at the other end."""
+
+
+Expected = Awaitable[Mapping[str, int]]
+"""Checksums of all weights of a sync by name, known when all are sent."""
+
+
+@asynccontextmanager
+async def open_update(client: EngineClient, *, num_ranks: int, expected: Expected | None) -> AsyncIterator[None]:
+    """Open an update of an engine of `num_ranks`, and compare what came with `expected` checksums.
+
+    The update ends in every case, because an engine refuses a second update during the first.
+    """
+    await client.begin_weight_update()
+    try:
+        if expected is not None:
+            await client.check_received(None, num_ranks=num_ranks)
+        yield
+        if expected is not None:
+            await client.check_received(await expected, num_ranks=num_ranks)
+    except EngineError:
+        with suppress(EngineError):  # it is dead
+            await client.end_weight_update()
+        raise
+    await client.end_weight_update()
 
 
 class SenderPlan(Protocol):
@@ -186,8 +243,11 @@ class WeightTransport:
     async def disconnect(self, client: EngineClient) -> None:
         """Release a connected engine's resources of the connection."""
 
-    async def deliver(self, client: EngineClient, *, version: int) -> None:
-        """Let one engine take the ranks' weights, and serve `version` from the last part on."""
+    async def deliver(self, client: EngineClient, *, version: int, expected: Expected | None = None) -> None:
+        """Let one engine take the ranks' weights, and serve `version` from the last part on.
+
+        The engine compares what came with the `expected` checksums, and ends where it differs.
+        """
         raise NotImplementedError
 
     def give_up(self, client: EngineClient, *, version: int) -> None:
@@ -203,21 +263,13 @@ class BucketTransport(WeightTransport):
 
     def __init__(self, surroundings: "Surroundings") -> None:
         self.buckets = make_buckets(surroundings.manifest, max_bytes=surroundings.bucket_bytes)
+        self._num_ranks = surroundings.ranks_per_engine
 
-    async def deliver(self, client: EngineClient, *, version: int) -> None:
-        """Let an engine take every bucket, the last one with the version: half of the weights never count as new ones.
-
-        The engine's update ends in every case, because an engine refuses a second update during the first.
-        """
-        await client.begin_weight_update()
-        try:
+    async def deliver(self, client: EngineClient, *, version: int, expected: Expected | None = None) -> None:
+        """Let an engine take every bucket, the last one with the version: half of the weights never count as new ones."""
+        async with open_update(client, num_ranks=self._num_ranks, expected=expected):
             for number in range(len(self.buckets)):
                 await self.take(client, number, version=version, is_last=number == len(self.buckets) - 1)
-        except EngineError:
-            with suppress(EngineError):  # it is dead
-                await client.end_weight_update()
-            raise
-        await client.end_weight_update()
 
     async def take(self, client: EngineClient, number: int, *, version: int, is_last: bool) -> None:
         """Let an engine take bucket `number` of `version`."""

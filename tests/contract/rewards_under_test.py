@@ -71,6 +71,11 @@ def worker(*, sample):
     return os.getpid()
 
 
+def keys(*, sample):
+    """10 for the user's key, 1 for that of the run's Ray."""
+    return 10.0 * ("SEARCH_KEY" in os.environ) + ("RAY_AUTH_TOKEN" in os.environ)
+
+
 def leaves_processes(*, sample):
     """Start a child of this session and one of its own, write their numbers where the label says, and do what the response asks for."""
     children = [subprocess.Popen(["sleep", "600"], start_new_session=own) for own in (False, True)]

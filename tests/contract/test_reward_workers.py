@@ -67,6 +67,13 @@ def test_a_right_and_a_wrong_answer_are_scored(name: str) -> None:
         assert [reward.value for reward in score_all(runner, [make_sample("4"), make_sample("5")])] == [1.0, 0.0]
 
 
+def test_a_worker_has_the_users_keys_and_not_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SEARCH_KEY", "RAY_AUTH_TOKEN"):
+        monkeypatch.setenv(name, "secret")
+    with make_runner("keys") as runner:
+        assert [reward.value for reward in score_all(runner, [make_sample("")])] == [10.0]
+
+
 def test_parts_of_a_reward_are_recorded_beside_it() -> None:
     with make_runner("parts") as runner:
         (reward,) = score_all(runner, [make_sample("abc")])

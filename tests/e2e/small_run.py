@@ -1,4 +1,4 @@
-"""A small GRPO of the arithmetic example, one with an environment, what a run's directory says, and where a run listens."""
+"""A small GRPO of the arithmetic example, one with an environment, what its directory says, where it listens, who sees its keys."""
 
 import contextlib
 import json
@@ -48,6 +48,18 @@ def listeners(run: Any) -> dict[str, set[tuple[str, int]]]:
         with contextlib.suppress(psutil.NoSuchProcess):
             links = [link for link in process.net_connections(kind="tcp") if link.status == psutil.CONN_LISTEN]
             found.setdefault(process.name(), set()).update(tuple(link.laddr) for link in links)
+    return found
+
+
+def exposures(secret: str, *places: Path) -> list[str]:
+    """The command lines of this machine, and the files below `places`, in which `secret` is."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            found += [process.name()] * (secret in " ".join(process.cmdline()))
+    for file in (file for place in places for file in place.rglob("*")):
+        with contextlib.suppress(FileNotFoundError):
+            found += [str(file)] * (file.is_file() and secret.encode() in file.read_bytes())
     return found
 
 

@@ -79,6 +79,8 @@ def test_ranks_and_engines_take_turns_on_shared_devices(task: Path, tmp_path: Pa
     assert all(steps[step]["train/log_prob_diff"] <= 1e-4 for step in (1, 2))
     assert all(steps[step]["time/swap"] > 0 for step in (0, 1, 2))
     assert [steps[step]["weights/version"] for step in (0, 1, 2)] == [0, 1, 2]
+    assert [steps[step]["engine/compared_weights"] > 0 for step in (0, 1, 2)] == [True, False, False]
+    assert not (directory / "weights").exists(), "nothing of a sync goes to the disk"
 
 
 def assert_same_run(directory: Path, expected: Path) -> None:

@@ -19,6 +19,7 @@ import torch
 from maker_parts import make_maker
 from scoring import score
 from slowed_engine import in_the_middle
+from small_run import exposures
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -32,7 +33,7 @@ from megatron_rl.engines.sampling import Sampling, make_sampling
 from megatron_rl.engines.server_args import server_arguments
 from megatron_rl.errors import EngineError, UserError
 from megatron_rl.rollout.generator import together
-from megatron_rl.system.leftovers import remove_leftovers
+from megatron_rl.system.leftovers import PREFIX, remove_leftovers
 from megatron_rl.types import Group, Prompt, StopReason
 from megatron_rl.weights.broadcast import BroadcastPlan, join_as_sender
 
@@ -70,7 +71,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Qw
 
 
 def make_engine(model: Path, log: Path, **options: Any) -> Engine:
-    arguments = server_arguments({}, model_path=model, device_kind="cpu", dtype="float32", seed=7)
+    # At this level SGLang writes its arguments to the log.
+    arguments = server_arguments({"log_level": "info"}, model_path=model, device_kind="cpu", dtype="float32", seed=7)
     return Engine(arguments, log_path=log, **options)
 
 
@@ -113,6 +115,12 @@ def reference_log_probs(model: Qwen3ForCausalLM, tokens: list[int], *, temperatu
     with torch.no_grad():
         logits = model(torch.tensor([tokens])).logits[0, :-1].double() / temperature
     return torch.log_softmax(logits, -1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].numpy()
+
+
+def test_nobody_is_shown_the_key_of_a_server(engine: tuple[Engine, EngineAddress]) -> None:
+    assert "server_args=" in engine[0]._log_path.read_text() and len(engine[0].api_key) >= 32
+    open_to_others = [path for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*") if path.is_dir() and path.stat().st_mode & 0o077]
+    assert exposures(engine[0].api_key, engine[0]._log_path.parent, *open_to_others) == []
 
 
 def test_a_server_tells_its_load_and_of_its_answers(ask: Callable[..., Any]) -> None:
@@ -206,6 +214,30 @@ def test_the_checksum_follows_the_weights(ask, models) -> None:
 
     first, second, again = ask(work)
     assert first == again != second
+
+
+@pytest.mark.parametrize("flushes", [True, False])
+def test_no_cached_prefix_outlives_its_weights(ask, models, monkeypatch: pytest.MonkeyPatch, flushes: bool) -> None:
+    """As the flush of a sync empties the cache; without it, tokens follow a prefix of other weights."""
+    prompt, sampling = np.arange(200) % (VOCAB - 1) + 1, Sampling(temperature=0.0, max_tokens=4)
+
+    async def work(client: EngineClient) -> tuple[Generation, int]:
+        await client.generate(prompt, sampling=sampling)
+        control = client._control
+
+        async def keeping(path: str, body: dict[str, Any], **options: Any) -> Any:
+            return await control(path, {**body, "flush_cache": False} if "flush_cache" in body else body, **options)
+
+        monkeypatch.setattr(client, "_control", control if flushes else keeping)
+        await load(client, models["second"][0], version=2)
+        cached_before = client.served["cached_tokens"]
+        (generation,) = await client.generate(prompt, sampling=sampling)
+        return generation, client.served["cached_tokens"] - cached_before
+
+    generation, num_cached = ask(work)
+    tokens = [*prompt.tolist(), *generation.token_ids.tolist()]
+    apart = np.abs(generation.log_probs - reference_log_probs(models["second"][1], tokens, temperature=1.0)[len(prompt) - 1 :])
+    assert (num_cached == 0) == flushes and (apart.max() < 2e-5) == flushes
 
 
 def free_port() -> int:

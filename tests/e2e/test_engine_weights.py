@@ -6,6 +6,7 @@ its counterpart, or that the loader dropped without a word, shows. Where SGLang 
 
 import asyncio
 import os
+import re
 import time
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,6 +18,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from layout_table import GENERATING
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -28,13 +30,14 @@ from megatron_rl.engines.engine import Engine, EngineAddress, free_port
 from megatron_rl.engines.engine_pool import EnginePool
 from megatron_rl.engines.sampling import Sampling
 from megatron_rl.engines.server_args import server_arguments
-from megatron_rl.errors import ParityError
+from megatron_rl.errors import EngineError, ParityError
 from megatron_rl.models.read_spec import read_model_spec
+from megatron_rl.observe.metrics import metric_values
 from megatron_rl.system.leftovers import SHARED_MEMORY
 from megatron_rl.training.topology import shutdown
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.types import Floats, Prompt, TrainBatch
-from megatron_rl.weights import ipc
+from megatron_rl.weights import broadcast, ipc
 from megatron_rl.weights.ipc import allocate_shared
 from megatron_rl.weights.parity import (
     Checksums,
@@ -46,7 +49,7 @@ from megatron_rl.weights.parity import (
     weight_checksums,
 )
 from megatron_rl.weights.sync import TRANSPORTS, WeightSync
-from megatron_rl.weights.transport import SenderPlan, Surroundings, WeightSender, exported_specs
+from megatron_rl.weights.transport import SenderPlan, Sent, Surroundings, WeightSender, exported_specs
 
 PARITY = Limits.of(dtype="float32", mixture=False, replays=False, median=1e-5)
 TINY_BUCKET = 20_000
@@ -90,8 +93,8 @@ class OneRank:
     def begin_close_sender(self) -> list[Future[None]]:
         return [self._thread.submit(self._sender.close)]
 
-    def begin_send(self, *, version: int) -> list[Future[None]]:
-        return [self._thread.submit(self._sender.send, version=version)]
+    def begin_send(self, *, version: int, checked: bool) -> list[Future[Sent]]:
+        return [self._thread.submit(self._sender.send, version=version, checked=checked)]
 
 
 class Without:
@@ -122,8 +125,10 @@ async def sync(
     )
     pool = EnginePool([client], max_requests=8)
     source: Any = trainer if left_out == "none" else Without(trainer, left_out)
-    opened = WeightSync(lambda urls: TRANSPORTS[transport](surroundings), ranks=OneRank(source), pool=pool, timeout_s=60)
-    await opened.run(version=version)
+    ranks = OneRank(source)
+    opened = WeightSync(lambda urls: TRANSPORTS[transport](surroundings), ranks=ranks, pool=pool, timeout_s=60, check_interval=1)
+    metrics = metric_values(await opened.run(version=version))
+    assert metrics["engine/compared_weights"] == len(surroundings.manifest)
     await opened.disconnect()
 
 
@@ -189,7 +194,7 @@ def serving(model: Path, log: Path, *, has_weights: bool = True, **arguments: ob
 def test_every_transport_leaves_what_the_checkpoint_says(
     tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, tp: int
 ) -> None:
-    """And nothing of the memory through which they went, of which a rank and each rank of an engine hold two buckets at a time."""
+    """And nothing of the memory through which they went, of which there is one bucket more than ranks of an engine."""
     # Not tied: SGLang's Qwen3-MoE keeps a head of its own whatever config.json says.
     config = ONLY_DEEPSEEK if family == "deepseek_v3" else {}
     served, trained = (tiny_model(family=family, name=f"model{seed}", seed=seed, tied=False, **config) for seed in (0, 1))
@@ -223,7 +228,7 @@ def test_every_transport_leaves_what_the_checkpoint_says(
             found = asyncio.run(checksums_after_syncs(address))
     finally:
         shutdown()
-    assert shared.num_buckets > 2 * tp and shared.most_files == 2 * tp, "one is filled while an engine reads the other"
+    assert shared.num_buckets == shared.most_files == tp + 1, "one is filled while each rank of an engine reads one"
     assert {name: value == expected for name, value in found.items()} == {
         name: not name.startswith("before") for transport in TRANSPORTS for name in (f"before {transport}", transport)
     }
@@ -273,9 +278,15 @@ def test_log_probs_agree_after_a_sync(tiny_model: Callable[..., Path], tmp_path:
         shutdown()
 
 
+def with_a_changed_bit(flat: Tensor, group: dist.ProcessGroup) -> None:
+    """Of each bucket the first byte."""
+    flat[0] ^= 1
+    dist.broadcast(flat, src=0, group=group)
+
+
 @pytest.mark.timeout(300)
-def test_the_gate_stops_what_is_broken_on_purpose(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
-    """A layer that a sync leaves out, another checkpoint, another temperature, another rope; the last three by far more than bfloat16's."""
+def test_the_gate_stops_what_is_broken_on_purpose(tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer that a sync leaves out, another checkpoint, temperature, rope, the last three by far more than bfloat16's; a changed bit."""
     model, other = (tiny_model(family="qwen3", name=f"model{seed}", seed=seed, tied=False) for seed in (0, 1))
     turned = tiny_model(family="qwen3", name="turned", tied=False, rope_theta=100.0)
 
@@ -311,7 +322,13 @@ def test_the_gate_stops_what_is_broken_on_purpose(tiny_model: Callable[..., Path
         trainer = make_trainer(turned, tmp_path / "turned")
         with pytest.raises(ParityError, match="rope"):
             check_probe(probe, trainer.own_log_probs, limits=DENSE, replays=False)
+
+        monkeypatch.setattr(broadcast, "_broadcast", with_a_changed_bit)
+        with pytest.raises(EngineError, match="cannot be reached for /update_weights_from_tensor"):
+            synced(3, "none")
         shutdown()
+    ends = (tmp_path / "engine.log").read_text()
+    assert re.search(r"RuntimeError: \d+ of \d+ weights did not come as the trainer sent them, needs 0: model\.embed_tokens", ends)
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ from megatron_rl.rollout.generator import KeptAnswers, PoolGenerator
 from megatron_rl.rollout.rollout_trial import NumberTokenizer
 from megatron_rl.types import Prompt
 from megatron_rl.weights.sync import TRANSPORTS, MakeTransport, WeightSync
-from megatron_rl.weights.transport import BUCKET_BYTES, SenderPlan, Surroundings, WeightSender, WeightTransport, exported_specs
+from megatron_rl.weights.transport import BUCKET_BYTES, SenderPlan, Sent, Surroundings, WeightSender, WeightTransport, exported_specs
 from tests.contract.two_turns import TOOL_IDS
 
 PROBE = np.array([9, 9, 9, 2])
@@ -84,8 +84,8 @@ class OneRank:
     def begin_close_sender(self) -> list[Future[None]]:
         return [self._thread.submit(lambda: self._sender.close())]
 
-    def begin_send(self, *, version: int) -> list[Future[None]]:
-        return [self._thread.submit(self._sender.send, version=version)]
+    def begin_send(self, *, version: int, checked: bool) -> list[Future[Sent]]:
+        return [self._thread.submit(self._sender.send, version=version, checked=checked)]
 
 
 @pytest.fixture

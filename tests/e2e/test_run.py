@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
-from small_run import beyond_loopback, listeners, metrics, rl_arguments
+from small_run import beyond_loopback, exposures, listeners, metrics, rl_arguments
 from transformers import AutoModelForCausalLM
 
 
@@ -89,6 +89,8 @@ def test_a_signal_leaves_a_checkpoint_and_no_process(
     while not {"sglang::scheduler", "raylet", "gcs_server"} <= (by_process := listeners(run)).keys():
         assert time.monotonic() < deadline, by_process
     assert beyond_loopback(by_process) == {}
+    key = run.members("/raylet ")[0].environ()["RAY_AUTH_TOKEN"]
+    assert len(key) >= 32 and exposures(key, tmp_path) == []
     assert all(f"start: {part} ..." in run.output for part in ("reward workers", "Ray", "ranks", "engines"))
     if number == signal.SIGINT:
         os.killpg(run.process.pid, number)

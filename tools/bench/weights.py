@@ -45,7 +45,7 @@ from megatron_rl.engines.server_args import server_arguments
 from megatron_rl.system.device import quiet_megatron_imports
 from megatron_rl.system.rendezvous import join_store
 from megatron_rl.weights.sync import TRANSPORTS, WeightSync
-from megatron_rl.weights.transport import SenderPlan, Surroundings, WeightSender, WeightSpec
+from megatron_rl.weights.transport import SenderPlan, Sent, Surroundings, WeightSender, WeightSpec
 
 with quiet_megatron_imports():
     from megatron_rl.models.read_spec import read_model_spec
@@ -88,9 +88,9 @@ class Rank:
         """Close the end of the transport."""
         self._sender.close()
 
-    def send(self, version: int) -> None:
+    def send(self, version: int, checked: bool) -> Sent:
         """Send the weights."""
-        self._sender.send(version=version)
+        return self._sender.send(version=version, checked=checked)
 
     def memcpy(self) -> tuple[float, float]:
         """Seconds and CPU seconds of copying all weights once into memory that has been written before."""
@@ -235,9 +235,9 @@ class RankAlone:
         """Close the end of the transport."""
         return [self._rank.call("close_sender")]
 
-    def begin_send(self, *, version: int) -> "list[Future[Any]]":
+    def begin_send(self, *, version: int, checked: bool) -> "list[Future[Any]]":
         """Send."""
-        return [self._rank.call("send", version=version)]
+        return [self._rank.call("send", version=version, checked=checked)]
 
 
 # Measuring

@@ -30,6 +30,14 @@ def refuse_deadly_requests() -> None:
     HookRegistry.register(target, check, HookType.BEFORE)
 
 
+def hide_the_key_in_logs() -> None:
+    """Leave the API key out of the arguments that SGLang writes to its log from level info on."""
+    from sglang.srt.entrypoints import engine
+
+    original = engine._server_args_for_logging
+    engine._server_args_for_logging = lambda server_args: {**original(server_args), "api_key": "hidden"}
+
+
 def check_request(manager: "TokenizerManager", request: "GenerateReqInput", input_ids: Sequence[int] | None) -> None:
     """Raise ValueError, status 400 in SGLang, for tokens and log-probs beyond the vocabulary."""
     size = manager.model_config.vocab_size

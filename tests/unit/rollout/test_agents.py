@@ -143,7 +143,7 @@ def test_a_late_function_is_cancelled() -> None:
 
 
 def test_a_command_has_the_prompt_and_no_other_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("OPENAI_ORG_ID", "ANTHROPIC_AUTH_TOKEN", "WANDB_API_KEY", "HF_TOKEN", "SEARCH_KEY"):
+    for name in ("OPENAI_ORG_ID", "ANTHROPIC_AUTH_TOKEN", "WANDB_API_KEY", "HF_TOKEN", "RAY_AUTH_TOKEN", "SEARCH_KEY"):
         monkeypatch.setenv(name, "of-the-run")
     monkeypatch.setenv("NO_PROXY", "example.org")
     file, log = tmp_path / "seen.json", tmp_path / "agents.log"

@@ -15,9 +15,9 @@ from megatron_rl.engines.engine import EngineAddress
 from megatron_rl.engines.engine_pool import EnginePool
 from megatron_rl.errors import EngineError
 from megatron_rl.observe.metrics import metric_values
-from megatron_rl.weights.ipc import IpcPlan
+from megatron_rl.weights.broadcast import BroadcastPlan
 from megatron_rl.weights.sync import TRANSPORTS, WeightSync
-from megatron_rl.weights.transport import SenderPlan, Surroundings, WeightSpec, WeightTransport
+from megatron_rl.weights.transport import SenderPlan, Sent, Surroundings, WeightSpec, WeightTransport
 
 SPECS = tuple(WeightSpec(f"w{index}", "float32", (2, 3)) for index in range(3))
 BUCKETS = (SPECS[:2], SPECS[2:])
@@ -40,7 +40,7 @@ class Server:
         self.served, self._deaf = 0, deaf
         self._fails_at, self._fails_after, self._once, self._hangs = fails_at, fails_after, once, hangs
         self.dead: Callable[[], None] | None = None
-        self.update_s = 0.0
+        self.update_s, self.lasts_s = 0.0, dict[str, float]()
 
     async def call(self, method: str, path: str, body: Any = None, *, timeout_s: float, attempts: int = 1) -> Any:
         self.calls.append((path, body))
@@ -50,6 +50,7 @@ class Server:
             await self.fails(path)
         if path in UPDATES.values():
             await asyncio.sleep(self.update_s)
+        await asyncio.sleep(self.lasts_s.get(path, 0.0))
         version = (body or {}).get("weight_version")
         self.served = self.served if version is None or self._deaf else int(version)
         return {"weight_version": str(self.served)} if path == "/model_info" else {"success": True}
@@ -71,13 +72,13 @@ class Ranks:
     def __init__(self, log: list[tuple[Any, ...]]) -> None:
         self.log = log
         self.plans: list[Any] = []
-        self.send_s = 0.02
+        self.send_s, self.gather_s = 0.02, 0.0
         self._thread = ThreadPoolExecutor(1)
 
     def begin_open_sender(self, plan: SenderPlan) -> list[Future[None]]:
         self.plans.append(plan)
         # Rank 0 of a broadcast waits for engines.
-        self._sender = plan.open(self, rank=0 if isinstance(plan, IpcPlan) else 1)  # type: ignore[arg-type]
+        self._sender = plan.open(self, rank=1 if isinstance(plan, BroadcastPlan) else 0)  # type: ignore[arg-type]
         return [done(), done()]
 
     def begin_close_sender(self) -> list[Future[None]]:
@@ -85,19 +86,23 @@ class Ranks:
         self.log.append(("closed",))
         return [done(), done()]
 
-    def begin_send(self, *, version: int) -> list[Future[None]]:
-        def work() -> None:
+    def begin_send(self, *, version: int, checked: bool) -> list[Future[Sent]]:
+        def work() -> Sent:
             time.sleep(self.send_s)
-            self._sender.send(version=version)
+            sent = self._sender.send(version=version, checked=checked)
             self.log.append(("sent",))
+            return sent
 
-        return [self._thread.submit(work), done()]
+        return [self._thread.submit(work), done(Sent(0.0, 0.0, {}))]
 
     def weights(self, *, receivers: object = None) -> Any:
-        return ((spec.name, torch.full(spec.shape, float(number))) for number, spec in enumerate(SPECS, start=1))
+        for number, spec in enumerate(SPECS, start=1):
+            time.sleep(self.gather_s)
+            yield spec.name, torch.full(spec.shape, float(number))
 
     def save_hf(self, path: Path, *, max_shard_bytes: int, durable: bool) -> None:
         assert max_shard_bytes == 48 and not durable
+        time.sleep(3 * self.gather_s)
         path.mkdir(parents=True)
         (path / "config.json").write_text("{}")
         (path / "model.safetensors").write_bytes(b"x" * 72)
@@ -109,9 +114,9 @@ def free_address() -> tuple[str, int]:
         return "127.0.0.1", int(probe.getsockname()[1])
 
 
-def done() -> "Future[None]":
-    future: Future[None] = Future()
-    future.set_result(None)
+def done(result: Any = None) -> "Future[Any]":
+    future: Future[Any] = Future()
+    future.set_result(result)
     return future
 
 
@@ -130,7 +135,13 @@ class Run:
         return client
 
     def open(
-        self, name: str, *, num_members: int | None = None, ranks_per_engine: int = 1, timeout_s: float = SYNC_TIMEOUT_S
+        self,
+        name: str,
+        *,
+        num_members: int | None = None,
+        ranks_per_engine: int = 1,
+        timeout_s: float = SYNC_TIMEOUT_S,
+        check_interval: int = 0,
     ) -> WeightSync:
         """A sync of a pool of the first `num_members` engines, all where None."""
 
@@ -150,7 +161,7 @@ class Run:
 
         self.clients = [self.client(number, timeout_s=timeout_s) for number in range(len(self.servers))]
         self.pool = EnginePool(self.clients[:num_members], max_requests=1)
-        return WeightSync(make_transport, ranks=self.ranks, pool=self.pool, timeout_s=timeout_s)
+        return WeightSync(make_transport, ranks=self.ranks, pool=self.pool, timeout_s=timeout_s, check_interval=check_interval)
 
     def sync(self, name: str, *, version: int, timeout_s: float = SYNC_TIMEOUT_S) -> dict[str, float]:
         """Connect and sync once; the log holds what happened during the sync."""

@@ -192,6 +192,33 @@ def test_one_rank_serves_all_ranks_of_an_engine_on_the_cpu() -> None:
     assert_same(engine.weights, weights())
 
 
+class SlowEngine(Engine):
+    """One that reads a moment after it was asked to."""
+
+    async def take_bucket(self, handles: Sequence[str], *, version: int | None) -> None:
+        await asyncio.sleep(0.02)
+        await super().take_bucket(handles, version=version)
+
+
+def test_memory_is_used_again_by_the_bucket_after_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one is filled while each rank of an engine has one to read."""
+    # In place of three tensors in two buckets, 7 in as many, of different sizes.
+    specs = tuple(WeightSpec(f"w{number}", "float32", (4 if number % 2 else 3,)) for number in range(7))
+    monkeypatch.setitem(globals(), "SPECS", specs)
+    allocated = []
+    monkeypatch.setattr(ipc, "allocate_shared", lambda *wanted: allocated.append(wanted) or allocate_shared(*wanted))
+    transport, engine, before = (
+        make_transport({"http://127.0.0.1:1": (0,)}, ranks_per_engine=2),
+        SlowEngine("http://127.0.0.1:1"),
+        files_of_this_process(),
+    )
+    run(transport, [engine], num_ranks=1, versions=(1, 2))
+    assert_same(engine.weights, weights(2.0))
+    assert [bucket.keys() for bucket in engine.held[:7]] == [{spec.name} for spec in specs]
+    assert allocated == [(16, torch.device("cpu"))] * 6
+    assert set(files_of_this_process()) <= set(before)
+
+
 class WritingEngine(Engine):
     """One whose ranks but the first set what they were handed to zero before the first reads, as SGLang's loader of gpt-oss does."""
 

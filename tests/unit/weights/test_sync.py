@@ -1,7 +1,10 @@
 """What an engine is told in which order, and when it may say that it serves new weights. The engines' HTTP and the ranks are stand-ins."""
 
 import asyncio
+import base64
 import contextlib
+import json
+import pickle
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -16,9 +19,13 @@ from megatron_rl.config.settings import WeightSettings
 from megatron_rl.engines import engine_pool
 from megatron_rl.engines.client import EngineClient
 from megatron_rl.engines.engine_pool import EnginePool, Urgency
+from megatron_rl.engines.received_weights import checksum
+from megatron_rl.engines.server_args import COMPARING_LOADER
 from megatron_rl.errors import DeadlineError, EngineError
 from megatron_rl.observe.metrics import metric_values
 from megatron_rl.weights.sync import TRANSPORTS
+
+BEGIN, END, RESUME, COMPARE = "/begin_weight_update", "/end_weight_update", "/continue_generation", UPDATES["ipc"]
 
 
 @pytest.fixture
@@ -58,7 +65,83 @@ def test_the_version_comes_with_the_last_bucket(make_run: Callable[..., Run]) ->
     assert [body["shapes"] for body in received] == [[[2, 3], [2, 3]], [[2, 3]]]
     assert [(body.get("weight_version"), body["flush_cache"]) for body in received] == [(None, False), ("3", True)]
     assert dict(server.calls)["/pause_generation"] == {"mode": "retract"}
-    assert metrics == {"weights/version": 3, "weights/bytes": 72}
+    assert counts(metrics) == {"weights/version": 3, "weights/bytes": 72, "engine/compared_weights": 0}
+
+
+def counts(metrics: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if not name.startswith("time/")}
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_seconds_of_a_sync_are_those_of_its_parts(make_run: Callable[..., Run], name: str) -> None:
+    """Of the slowest engine and rank, each part here of another length; the weights of one tensor take `gather_s`."""
+    run = make_run({}, {})
+    run.servers[0].lasts_s = {SILENT: 0.3, RESUME: 0.2}
+    run.servers[1].update_s, run.ranks.gather_s = 0.05, 0.02
+    metrics = run.sync(name, version=1)
+    least = {"drain": 0.3, "send" if name == "disk" else "gather": 0.06, "apply": 0.05, "resume": 0.2}
+    assert {part: value for part, value in least.items() if metrics[f"time/sync_{part}"] < value} == {}
+    assert {part for part in ("drain", "gather", "send", "apply", "resume") if metrics[f"time/sync_{part}"] < 0} == set()
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_engines_compare_checksums_when_they_are_due(make_run: Callable[..., Run], name: str) -> None:
+    """At the first sync of a connection and by the interval: before any weights, and behind all while nothing is generated."""
+    run = make_run({}, {})
+    # The ranks of this test are no members of a group that broadcasts.
+    expected = {} if name == "broadcast" else {key: checksum(tensor) for key, tensor in run.ranks.weights()}
+    num_sent = len(expected)
+
+    async def work() -> None:
+        sync = run.open(name, check_interval=3)
+        compared = [metric_values(await sync.run(version=version))["engine/compared_weights"] for version in (1, 2, 3, 4)]
+        assert compared == [num_sent, 0, num_sent, 0]
+        run.pool.leave(run.clients[0], EngineError("gone"))
+        assert metric_values(await sync.run(version=5))["engine/compared_weights"] == num_sent
+
+    asyncio.run(work())
+    calls = [(path, body) for path, body in run.servers[1].calls if path in (SILENT, BEGIN, UPDATES[name], COMPARE, END, RESUME)]
+    syncs = [[path if (body or {}).get("load_format") != COMPARING_LOADER else "compare" for path, body in each] for each in split(calls)]
+    update = UPDATES[name]
+    middle = [update] * (1 if name == "disk" else 2)
+    checked = [SILENT, BEGIN, "compare", *middle, "compare", END, RESUME]
+    assert syncs == [checked, whole(name), checked, whole(name), checked]
+    orders = [body["serialized_named_tensors"] for _, body in calls if (body or {}).get("load_format") == COMPARING_LOADER]
+    texts = [pickle.loads(base64.b64decode(each))[0][0] for (each,) in orders]
+    assert texts[::2] == ["note"] * 3
+    assert [json.loads(text) for text in texts[1::2]] == [expected] * 3
+
+
+def split(calls: list[tuple[str, Any]]) -> list[list[tuple[str, Any]]]:
+    """One list per sync."""
+    starts = [index for index, (path, _) in enumerate(calls) if path == SILENT]
+    return [calls[start:end] for start, end in zip(starts, [*starts[1:], len(calls)], strict=True)]
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_a_rank_that_fails_a_checked_sync_is_not_the_engines_fault(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(engine_pool, "DEATH_S", 0.05)
+    run = make_run({})
+
+    async def work() -> list[EngineClient]:
+        sync, ended = run.open(name, check_interval=1), list[EngineClient]()
+        run.pool.end_failed = lambda client, error: bool(ended.append(client))
+        begin_send = run.ranks.begin_send
+
+        def fails(*, version: int, checked: bool) -> list[Future[Any]]:
+            failed: Future[Any] = Future()
+            sent = begin_send(version=version, checked=checked)[0]
+            sent.add_done_callback(lambda _: failed.set_exception(RuntimeError("rank 1")))
+            return [sent, failed]
+
+        run.ranks.begin_send = fails  # type: ignore[method-assign]
+        with pytest.raises(RuntimeError, match="rank 1"):
+            await sync.run(version=1)
+        return ended
+
+    assert asyncio.run(work()) == []
 
 
 def test_shared_memory_is_handed_over_as_buckets_are_broadcast(make_run: Callable[..., Run]) -> None:
@@ -72,7 +155,7 @@ def test_shared_memory_is_handed_over_as_buckets_are_broadcast(make_run: Callabl
     received = [body for path, body in server.calls if path == update]
     assert [(body.get("weight_version"), body["flush_cache"]) for body in received] == [(None, False), ("3", True)]
     assert all(body["load_format"] == "flattened_bucket" and len(body["serialized_named_tensors"]) == 1 for body in received)
-    assert metrics == {"weights/version": 3, "weights/bytes": 72}
+    assert counts(metrics) == {"weights/version": 3, "weights/bytes": 72, "engine/compared_weights": 0}
 
 
 def test_weights_in_a_directory_are_complete_and_then_removed(make_run: Callable[..., Run], tmp_path: Path) -> None:
@@ -88,7 +171,7 @@ def test_weights_in_a_directory_are_complete_and_then_removed(make_run: Callable
         "flush_cache": True,
         "weight_version": "2",
     }
-    assert metrics == {"weights/version": 2, "weights/bytes": 72}
+    assert counts(metrics) == {"weights/version": 2, "weights/bytes": 72, "engine/compared_weights": 0}
     assert list((tmp_path / "weights").iterdir()) == []
 
 
@@ -120,7 +203,7 @@ def test_a_rank_that_fails_ends_the_sync_at_once(make_run: Callable[..., Run]) -
     run = make_run({"fails_at": SILENT, "hangs": True})
     failed: Future[None] = Future()
     failed.set_exception(ZeroDivisionError("rank 1"))
-    run.ranks.begin_send = lambda *, version: [done(), failed]  # type: ignore[method-assign]
+    run.ranks.begin_send = lambda *, version, checked: [done(), failed]  # type: ignore[method-assign]
     with pytest.raises(ZeroDivisionError, match="rank 1"):
         run.sync("broadcast", version=1)
 
@@ -268,9 +351,6 @@ def test_an_engine_that_fails_a_sync_is_ended(make_run: Callable[..., Run], name
     asyncio.run(work())
 
 
-BEGIN, END, RESUME = "/begin_weight_update", "/end_weight_update", "/continue_generation"
-
-
 def dies(run: Run, number: int) -> None:
     """Let the engine that cannot be reached leave the pool."""
     run.servers[number].dead = lambda: run.pool.leave(run.clients[number], EngineError("killed by signal 9"))
@@ -297,7 +377,7 @@ def test_the_others_get_a_version_again_after_a_death(make_run: Callable[..., Ru
     async def work() -> None:
         sync = run.open(name)
         dies(run, 0)
-        assert metric_values(await sync.run(version=4)) == {"weights/version": 4, "weights/bytes": 72}
+        assert metric_values(await sync.run(version=4))["weights/version"] == 4
         assert len(run.ranks.plans) == 2 and run.log.count(("closed",)) == 1 and run.log.count(("sent",)) == 2
         assert parts_of(run.servers[1], name) == whole(name) * 2
         assert run.servers[1].served == 4 and await can_generate(run.pool) == {"http://127.0.1.1"}
@@ -313,11 +393,11 @@ def test_an_engine_with_part_of_a_version_does_not_generate(make_run: Callable[.
     run = make_run({"fails_at": update}, {"fails_at": update, "fails_after": 1, "once": True})
     begin_send = run.ranks.begin_send
 
-    def fails_once(*, version: int) -> list[Future[None]]:
+    def fails_once(*, version: int, checked: bool) -> list[Future[Any]]:
         broken: Future[None] = Future()
         broken.set_exception(RuntimeError("Connection closed by peer"))
         run.ranks.begin_send = begin_send  # type: ignore[method-assign]
-        return [begin_send(version=version)[0], broken]
+        return [begin_send(version=version, checked=checked)[0], broken]
 
     async def work() -> None:
         sync = run.open(name)
