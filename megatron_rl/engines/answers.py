@@ -36,19 +36,24 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """Load of an engine: `kv_use`, the share of the key-value pool held by running requests, and requests in its queue."""
+    """Load of an engine: `kv_use`, the share of the key-value pool held by running requests, and requests in its queue.
+
+    `told_at` is the time of its scheduler's last report, in seconds since 1970: steps bring reports.
+    """
 
     kv_use: float
     num_waiting: int
+    told_at: float = 0.0
 
 
 def read_load(answer: Any) -> EngineLoad | None:
     """Return the load from SGLang's /v1/loads, the fullest pool of several; None for another answer."""
     try:
-        uses, queues = zip(*((float(rank["token_usage"]), int(rank["num_waiting_reqs"])) for rank in answer["loads"]), strict=True)
+        ranks = [(float(rank["token_usage"]), int(rank["num_waiting_reqs"]), float(rank["timestamp"])) for rank in answer["loads"]]
+        uses, queues, times = zip(*ranks, strict=True)
     except (KeyError, TypeError, ValueError):
         return None
-    return EngineLoad(max(uses), sum(queues))
+    return EngineLoad(max(uses), sum(queues), max(times))
 
 
 def read_generation(answer: dict[str, Any], *, prompt_length: int, mixture: MixtureShape | None) -> Generation:

@@ -36,6 +36,7 @@ class EngineReturns:
         self._numbers = {address: number for number, address in enumerate(addresses)}
         self._count = len(addresses)
         manager.pool.end_failed = self._end_failed
+        manager.pool.end_hanging = self._end_hanging
         for number, address in enumerate(addresses):
             engines.watch(number, goes_on=partial(self._goes_on, number, address))
 
@@ -46,6 +47,12 @@ class EngineReturns:
         if ends:
             self._engines.end(number, str(error))
         return ends
+
+    def _end_hanging(self, client: EngineClient, answers: bool) -> None:
+        """End an engine that hangs, where the run can go on without it."""
+        number = self._numbers[client.address]
+        if self._engines.may_restart(number) or self._count > 1:
+            self._engines.end_hanging(number, answers=answers)
 
     def _goes_on(self, number: int, address: EngineAddress, error: Exception) -> bool:
         """Return True when the run goes on without the dead engine `number`, for now or for good."""

@@ -65,6 +65,11 @@ class EngineWorker:
             self._fault = fault
             self._engine.stop()
 
+    def end_still(self, fault: str, *, answers: bool) -> None:
+        """End a server whose processes do no work, as `Engine.is_still`; one that compiles or is loaded goes on."""
+        if self._engine.is_still(answers=answers):
+            self.end(fault)
+
     def stop(self) -> None:
         """Stop and reap the server."""
         self._stopping = True
@@ -135,6 +140,12 @@ class EngineGroup:
     def end(self, number: int, fault: str) -> None:
         """Let an engine that failed end, which its watch then sees."""
         self._workers[number].end.remote(fault)
+
+    def end_hanging(self, number: int, *, answers: bool) -> None:
+        """Let an engine that makes no steps end, if its processes do no work either."""
+        silent = "" if answers else ", does not answer"
+        fault = f"it has requests and makes no step{silent}, and its processes do no work"
+        self._workers[number].end_still.remote(fault, answers=answers)
 
     async def restart(self, number: int) -> EngineAddress:
         """Start a dead engine in a process of its own, later the more often that was within an hour.
