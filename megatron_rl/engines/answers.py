@@ -49,7 +49,7 @@ class EngineLoad:
 def read_load(answer: Any) -> EngineLoad | None:
     """Return the load from SGLang's /v1/loads, the fullest pool of several; None for another answer."""
     try:
-        ranks = [(float(rank["token_usage"]), int(rank["num_waiting_reqs"]), float(rank["timestamp"])) for rank in answer["loads"]]
+        ranks = [(float(rank["token_usage"]), int(rank["num_waiting_reqs"]), float(rank.get("timestamp", 0.0))) for rank in answer["loads"]]
         uses, queues, times = zip(*ranks, strict=True)
     except (KeyError, TypeError, ValueError):
         return None

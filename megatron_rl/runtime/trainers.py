@@ -169,7 +169,8 @@ class TrainerGroup:
 
     def stacks(self) -> list[list[str] | None]:
         """Return the stack of every rank's call, as `TrainerWorker.stack`; None for a rank that does not answer."""
-        refs = [worker.stack.remote() for worker in self.workers]
+        # Without holds not all processes run, and their places are not known.
+        refs = [worker.stack.remote() for worker in self.workers] if self._holds else []
         answered, _ = ray.wait(refs, num_returns=len(refs), timeout=RANK_ANSWER_S)
         return [ray.get(ref) if ref in answered else None for ref in refs]
 
