@@ -36,14 +36,11 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """Load of an engine: `kv_use`, the share of the key-value pool held by running requests, and requests in its queue.
-
-    `told_at` is the time of its scheduler's last report, in seconds since 1970: steps bring reports.
-    """
+    """Load of an engine: `kv_use`, the share of the key-value pool held by running requests, and requests in its queue."""
 
     kv_use: float
     num_waiting: int
-    told_at: float = 0.0
+    told_at: float = 0.0  # when its scheduler made a step and told this, in seconds since 1970
 
 
 def read_load(answer: Any) -> EngineLoad | None:

@@ -141,9 +141,9 @@ class Engine:
             return False
         group = [psutil.Process(pid) for pid in _group_members(self.pid)]
         looked_at = [each for each in group if each.name().startswith(SCHEDULER) or (each.pid == self.pid and not answers)]
-        before_s = list(map(_busy_s, looked_at))
+        before_s = [sum(each.cpu_times()[:2]) for each in looked_at]
         time.sleep(LOOK_S)
-        return any(_busy_s(each) - busy_s < IDLE_SHARE * LOOK_S for each, busy_s in zip(looked_at, before_s, strict=True))
+        return any(sum(each.cpu_times()[:2]) - busy_s < IDLE_SHARE * LOOK_S for each, busy_s in zip(looked_at, before_s, strict=True))
 
     def _log_tail(self) -> str:
         lines = self._log_path.read_text(errors="replace").splitlines() if self._log_path.exists() else []
@@ -204,12 +204,6 @@ class Engine:
                 return bytes(response.read())
         except (urllib.error.URLError, http.client.HTTPException, OSError):
             return None
-
-
-def _busy_s(process: psutil.Process) -> float:
-    """Return the CPU time of a process in seconds."""
-    times = process.cpu_times()
-    return float(times.user + times.system)
 
 
 def free_port(host: str) -> int:

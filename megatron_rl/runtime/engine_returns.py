@@ -49,10 +49,11 @@ class EngineReturns:
         return ends
 
     def _end_hanging(self, client: EngineClient, answers: bool) -> None:
-        """End an engine that hangs, where the run can go on without it."""
+        """End an engine that makes no steps and does no work, where the run can go on without it; one that compiles goes on."""
         number = self._numbers[client.address]
-        if self._engines.may_restart(number) or self._count > 1:
-            self._engines.end_hanging(number, answers=answers)
+        if self._engines.may_restart(number) or len(self._manager.clients) > 1:
+            fault = f"with requests it made no step{'' if answers else ', did not answer'}, and its processes did no work"
+            self._engines.end(number, fault, hangs=True, answers=answers)
 
     def _goes_on(self, number: int, address: EngineAddress, error: Exception) -> bool:
         """Return True when the run goes on without the dead engine `number`, for now or for good."""

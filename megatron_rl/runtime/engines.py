@@ -59,16 +59,11 @@ class EngineWorker:
             self._address = self._engine.start(timeout_s=timeout_s)
         return self._address
 
-    def end(self, fault: str) -> None:
-        """End a server that runs, because of its `fault`."""
-        if self._engine.pid is not None:
+    def end(self, fault: str, *, hangs: bool = False, answers: bool = True) -> None:
+        """End a server that runs, because of its `fault`; one that `hangs` only if its processes do no work, see `Engine.is_still`."""
+        if self._engine.pid is not None and (not hangs or self._engine.is_still(answers=answers)):
             self._fault = fault
             self._engine.stop()
-
-    def end_still(self, fault: str, *, answers: bool) -> None:
-        """End a server whose processes do no work, as `Engine.is_still`; one that compiles or is loaded goes on."""
-        if self._engine.is_still(answers=answers):
-            self.end(fault)
 
     def stop(self) -> None:
         """Stop and reap the server."""
@@ -137,15 +132,9 @@ class EngineGroup:
         self._restarts[number] = hour
         return len(hour) < self._settings.rollout.engine_restarts and not self._settings.runtime.colocate and not self._stopped
 
-    def end(self, number: int, fault: str) -> None:
-        """Let an engine that failed end, which its watch then sees."""
-        self._workers[number].end.remote(fault)
-
-    def end_hanging(self, number: int, *, answers: bool) -> None:
-        """Let an engine that makes no steps end, if its processes do no work either."""
-        silent = "" if answers else ", does not answer"
-        fault = f"it has requests and makes no step{silent}, and its processes do no work"
-        self._workers[number].end_still.remote(fault, answers=answers)
+    def end(self, number: int, fault: str, **hang: bool) -> None:
+        """Let an engine that failed end, as `EngineWorker.end`, which its watch then sees."""
+        self._workers[number].end.remote(fault, **hang)
 
     async def restart(self, number: int) -> EngineAddress:
         """Start a dead engine in a process of its own, later the more often that was within an hour.

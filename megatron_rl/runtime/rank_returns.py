@@ -15,8 +15,6 @@ from megatron_rl.runtime.start import RunStart
 from megatron_rl.runtime.trainers import OWNER, TrainerGroup
 from megatron_rl.system.files import write_atomic
 
-STACKS_FILE = "logs/rank-stacks.txt"
-
 
 class RanksLostError(Exception):
     """A life of the run has ended with its ranks, and another one may begin."""
@@ -65,7 +63,7 @@ class RankReturns:
         stacks = ranks.stacks()
         if not any(stack is None or stack for stack in stacks):
             return False
-        path = self._directory / STACKS_FILE
+        path = self._directory / "logs" / "rank-stacks.txt"
         parts = [f"{OWNER} {rank}\n" + "\n".join(["does not answer"] if stack is None else stack) for rank, stack in enumerate(stacks)]
         with suppress(UserError):  # of a full disk, which is not why
             write_atomic(path, "\n\n".join(parts) + "\n")

@@ -58,10 +58,8 @@ class Run(ABC):
         self._directory_identity = _identity(self._directory)
         self._checkpoints = CheckpointWriter(settings.run, ranks=ranks)
         self.trained_steps = self._saved_steps = 0
-        """Steps with all updates done, and steps with a checkpoint begun."""
         self._ranks_are_idle = False  # True during waits for samples
-        self.engines_have_weights = False
-        """True where engines have served this run, before its ranks were started again."""
+        self.engines_have_weights = False  # True where they have served this run, before its ranks were started again
 
     # Differences between runs; those that only return are for runs with engines
 
@@ -298,12 +296,11 @@ class RolloutRun(Run):
         A resumed run evaluates at the same steps as one without an interruption.
         """
         self._take_devices(Phase.SYNC)
-        publish = partial(self.publish, version=step)
         if self.engines_have_weights:
-            # A sync may bring equal ones, and the log-probs tell others.
-            publish()
+            # Those that a sync brings may be equal ones, and log-probs tell others.
+            self.publish(version=step)
         else:
-            self._agreement.check_weights(publish, resumed=step > 0)
+            self._agreement.check_weights(partial(self.publish, version=step), resumed=step > 0)
         probe = self._probe()
         self._agreement.check_log_probs(probe, self._ranks.log_probs)
         if step == 0 or self.evaluates_after(step - 1):

@@ -89,10 +89,7 @@ def _guard(command: int, *, front: int, heard: Collection[int]) -> NoReturn:
         elif status is not None and os.WIFSIGNALED(status):
             sentence = f"the main process was killed by {signal.Signals(os.WTERMSIG(status)).name}; every other one has been stopped"
         elif status is not None and not _ENDED[0]:
-            sentence = (
-                f"a library has ended the main process with status {code}, as Ray does where its raylet dies; every other one has been "
-                "stopped, and the same command with --resume goes on"
-            )
+            sentence = f"a library has ended the main process with status {code}, as Ray does without its raylet; --resume goes on"
     finally:
         _kill_all()
         if sentence:

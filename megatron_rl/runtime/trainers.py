@@ -31,8 +31,6 @@ from megatron_rl.weights.transport import SenderPlan, WeightSender
 
 OWNER = "Megatron rank"
 """What a rank is called in messages, before its number."""
-_CALLS = {"start", "apply", "call", "open_sender", "call_sender"}
-"""Methods of a rank that may wait for other ranks."""
 
 
 @ray.remote(concurrency_groups={"watch": 2})
@@ -52,8 +50,8 @@ class TrainerWorker:
     def stack(self) -> list[str]:
         """Return the Python stack of the call in progress, the innermost frame last; empty without a call."""
         threads = [traceback.extract_stack(frame) for frame in sys._current_frames().values()]
-        calls = [stack for stack in threads if any(frame.name in _CALLS and frame.filename == __file__ for frame in stack)]
-        return [f"{frame.name} ({frame.filename}:{frame.lineno})" for stack in calls for frame in stack]
+        own = [stack for stack in threads for frame in stack if frame.filename == __file__ and frame.name not in ("hold", "stack")][:1]
+        return [f"{frame.name} ({frame.filename}:{frame.lineno})" for stack in own for frame in stack]
 
     def take_place(self, directory: Path) -> tuple[str, ...]:
         """Work in `directory` from now on; return the GPUs that Ray gave this process, by node-local name."""

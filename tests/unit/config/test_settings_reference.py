@@ -12,12 +12,12 @@ def test_every_setting_says_what_it_is() -> None:
     assert [path for path, field in BY_PATH.items() if not field.description] == []
 
 
-def test_there_are_at_most_101_settings_of_our_own() -> None:
+def test_there_are_at_most_102_settings_of_our_own() -> None:
     """Without arguments, the mappings that hold them, sections (whose settings are counted) and what upstream classes take."""
     arguments = {path for path, field in BY_PATH.items() if field.kinds or path.rpartition(".")[2] == "args"}
     upstream = {f"{path}" for path in BY_PATH if path.rpartition(".")[2] in ("megatron", "sglang", "optimizer", "ddp")}
     own = BY_PATH.keys() - arguments - upstream - set(sections())
-    assert len(own) <= 101, sorted(own)
+    assert len(own) <= 102, sorted(own)
     assert len(arguments) > 25 and len(upstream) == 5
 
 
