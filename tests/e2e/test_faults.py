@@ -124,14 +124,14 @@ def network(kind: str) -> tuple[str, ...]:
 
 FAULTS: dict[str, Fault] = {
     "rank killed": Fault(hit(signal.SIGKILL, RANK), RANKS_BACK),
-    "rank stopped": Fault(hit(signal.SIGSTOP, RANK), rf"Megatron rank \d does not answer.*{RANKS_BACK}", words=("model.deadline_s=60",)),
+    "rank stopped": Fault(hit(signal.SIGSTOP, RANK), rf"Megatron rank \d does not answer.*{RANKS_BACK}", words=("model.deadline_s=120",)),
     "engine killed": Fault(hit(signal.SIGKILL, SERVER), ENGINE_BACK, not_in=("colocated",)),
     "engine stopped": Fault(hit(signal.SIGSTOP, SCHEDULER), f"made no step.*{ENGINE_BACK}", not_in=("colocated",)),
     "server stopped": Fault(hit(signal.SIGSTOP, SERVER), f"did not answer.*{ENGINE_BACK}", not_in=("colocated",)),
     "engine's actor killed": Fault(hit(signal.SIGKILL, "ray::EngineWorker"), ENGINE_BACK, not_in=("colocated",)),
     "port stolen": Fault(steal_port, ENGINE_BACK, not_in=("colocated",)),
     "no memory for an engine": Fault(limit_memory, ENGINE_BACK, not_in=("colocated",)),
-    "reward workers killed": Fault(hit(signal.SIGKILL, "reward", all_of_them=True), "", not_in=("turns",)),
+    "reward workers killed": Fault(hit(signal.SIGKILL, "multiprocessing.spawn", all_of_them=True), "", not_in=("turns",)),
     "buffer locked": Fault(lock_buffer, ""),
     "network slow": Fault(nothing, "", words=network("slow"), not_in=("turns",)),
     "network cut": Fault(nothing, "", words=network("cut"), not_in=("turns",)),
