@@ -88,6 +88,11 @@ def test_ranks_that_hang_are_named_with_their_stacks(tmp_path: Path) -> None:
     assert "Megatron rank 0\ntrain (step.py:1)\nall_reduce (c10d.py:2)\n" in kept and "Megatron rank 1\ndoes not answer" in kept
 
 
+def test_a_rank_that_was_stopped_between_calls_is_found(tmp_path: Path) -> None:
+    with pytest.raises(RanksLostError):
+        fail(make_returns(tmp_path)[0], Start(died=False, stacks=[IDLE, None]), LATE)
+
+
 def test_a_start_that_fails_counts_and_is_repeated(tmp_path: Path) -> None:
     returns, said = make_returns(tmp_path)
     start: Any = Start()
