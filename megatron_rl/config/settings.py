@@ -379,6 +379,7 @@ class RuntimeSettings(Section):
         description="Network interface of every node, such as eth0 or ib0, on which ranks and engines meet (gloo, NCCL). Ray has to be "
         "started with this interface's address (--node-ip-address). Each library chooses for itself when not set.",
     )
+    restarts: int = Field(4, ge=0, le=1000, description="Starts of all ranks within an hour, after one died or hangs, by the checkpoint.")
     colocate: bool = Field(False, description="Let engines and ranks share GPUs in turns: who is not at work puts its memory away.")
 
     @field_validator("ray_address")

@@ -43,15 +43,17 @@ class EngineLoad:
 
     kv_use: float
     num_waiting: int
+    told_at: float = 0.0  # when its scheduler made a step and told this, in seconds since 1970
 
 
 def read_load(answer: Any) -> EngineLoad | None:
     """Return the load from SGLang's /v1/loads, the fullest pool of several; None for another answer."""
     try:
-        uses, queues = zip(*((float(rank["token_usage"]), int(rank["num_waiting_reqs"])) for rank in answer["loads"]), strict=True)
+        ranks = [(float(rank["token_usage"]), int(rank["num_waiting_reqs"]), float(rank.get("timestamp", 0.0))) for rank in answer["loads"]]
+        uses, queues, times = zip(*ranks, strict=True)
     except (KeyError, TypeError, ValueError):
         return None
-    return EngineLoad(max(uses), sum(queues))
+    return EngineLoad(max(uses), sum(queues), max(times))
 
 
 def read_generation(

@@ -63,6 +63,8 @@ class EngineClient:
         self.address = address
         self.served: Counter[str] = Counter()  # answers, their prompt_tokens, cached_tokens and retractions for want of memory
         self._num_retracting_pauses = 0
+        self.is_paused = False
+        """True from a pause on, until generation goes on."""
         self._request_timeout_s = request_timeout_s
         self._control_timeout_s = control_timeout_s
         # A pool for calls with several attempts, and a connection each for others.
@@ -197,11 +199,13 @@ class EngineClient:
     async def pause(self, mode: Literal["abort", "retract", "in_place"]) -> None:
         """Stop generating: end requests, recompute them after `resume`, or keep their cache."""
         self._num_retracting_pauses += mode == "retract"
+        self.is_paused = True
         await self._control("/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
         """Generate again; no error when not paused."""
         await self._control("/continue_generation", {})
+        self.is_paused = False
 
     async def flush_cache(self) -> None:
         """Forget all cached prefixes. Raises EngineRefusal when still busy after seconds."""

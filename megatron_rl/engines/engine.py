@@ -30,6 +30,8 @@ from megatron_rl.system.leftovers import Scratch, remove_leftovers, shared_memor
 from megatron_rl.system.process_variables import ALLOCATOR_VARIABLES, NCCL_VARIABLES, tool_variables
 
 LOG_TAIL_LINES = 25
+SCHEDULER = "sglang::scheduler"  # how names of SGLang's processes that make steps begin
+LOOK_S, IDLE_SHARE = 10.0, 0.01  # a process with less than this share of a CPU for so long does no work
 POLL_S = 0.1
 FIRST_PORT, LAST_PORT = 20000, 32000
 """Below the kernel's ports of outgoing connections, which could take one before the bind."""
@@ -132,6 +134,16 @@ class Engine:
             cause = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
             kind = EngineDiedError if status < 0 or self._served else EngineError
             raise kind(f"the SGLang server at {self.url} died ({cause}){self._log_tail()}")
+
+    def is_still(self, *, answers: bool) -> bool:
+        """Return True when a scheduler does no work for LOOK_S seconds, or where the server `answers` nothing, the server."""
+        if self.pid is None:
+            return False
+        group = [psutil.Process(pid) for pid in _group_members(self.pid)]
+        looked_at = [each for each in group if each.name().startswith(SCHEDULER) or (each.pid == self.pid and not answers)]
+        before_s = [sum(each.cpu_times()[:2]) for each in looked_at]
+        time.sleep(LOOK_S)
+        return any(sum(each.cpu_times()[:2]) - busy_s < IDLE_SHARE * LOOK_S for each, busy_s in zip(looked_at, before_s, strict=True))
 
     def _log_tail(self) -> str:
         lines = self._log_path.read_text(errors="replace").splitlines() if self._log_path.exists() else []

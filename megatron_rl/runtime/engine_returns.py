@@ -36,6 +36,7 @@ class EngineReturns:
         self._numbers = {address: number for number, address in enumerate(addresses)}
         self._count = len(addresses)
         manager.pool.end_failed = self._end_failed
+        manager.pool.end_hanging = self._end_hanging
         for number, address in enumerate(addresses):
             engines.watch(number, goes_on=partial(self._goes_on, number, address))
 
@@ -46,6 +47,13 @@ class EngineReturns:
         if ends:
             self._engines.end(number, str(error))
         return ends
+
+    def _end_hanging(self, client: EngineClient, answers: bool) -> None:
+        """End an engine that makes no steps and does no work, where the run can go on without it; one that compiles goes on."""
+        number = self._numbers[client.address]
+        if self._engines.may_restart(number) or len(self._manager.clients) > 1:
+            fault = f"with requests it made no step{'' if answers else ', did not answer'}, and its processes did no work"
+            self._engines.end(number, fault, hangs=True, answers=answers)
 
     def _goes_on(self, number: int, address: EngineAddress, error: Exception) -> bool:
         """Return True when the run goes on without the dead engine `number`, for now or for good."""

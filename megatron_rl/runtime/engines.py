@@ -7,6 +7,7 @@ times the time and ten times the memory of the actor's other work.
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -41,6 +42,7 @@ class EngineWorker:
         self._engine = make_engine(host=ray.util.get_node_ip_address(), gpu_ids=shared_gpus or own_gpus())
         self._stopping = False
         self._fault: str | None = None
+        self._address: EngineAddress | None = None
 
     @ray.method(concurrency_group="watch")
     def watch(self) -> None:
@@ -52,12 +54,14 @@ class EngineWorker:
             time.sleep(HEALTH_INTERVAL_S)
 
     def start(self, timeout_s: float) -> EngineAddress:
-        """Start the server and wait at most `timeout_s` until requests are served."""
-        return self._engine.start(timeout_s=timeout_s)
+        """Start the server, once, and wait at most `timeout_s` until requests are served."""
+        if self._address is None:
+            self._address = self._engine.start(timeout_s=timeout_s)
+        return self._address
 
-    def end(self, fault: str) -> None:
-        """End a server that runs, because of its `fault`."""
-        if self._engine.pid is not None:
+    def end(self, fault: str, *, hangs: bool = False, answers: bool = True) -> None:
+        """End a server that runs, because of its `fault`; one that `hangs` only if its processes do no work, see `Engine.is_still`."""
+        if self._engine.pid is not None and (not hangs or self._engine.is_still(answers=answers)):
             self._fault = fault
             self._engine.stop()
 
@@ -100,11 +104,14 @@ class EngineGroup:
             options = EngineWorker.options(**reservation.engine_options(number))  # type: ignore[attr-defined]
             self._make_workers.append(partial(options.remote, make_engine, directory=Path.cwd(), shared_gpus=shared_gpus))
         self._workers = [make() for make in self._make_workers]
+        self._watches: dict[int, Future[None]] = {}  # done when the engine is dead
         self._restarts: list[list[float]] = [[] for _ in self._workers]  # seconds of the clock
         self._stopped = False
 
     def begin_start(self) -> list[ray.ObjectRef]:
-        """Ask every engine to start; wait for the result with `finish_start`."""
+        """Ask every engine that does not serve to start; wait for all with `finish_start`."""
+        for number in [number for number, watch in self._watches.items() if watch.done()]:
+            self._renew(number)
         return [worker.start.remote(start_deadline_s(self._settings.model)) for worker in self._workers]
 
     def finish_start(self, refs: list[ray.ObjectRef]) -> list[EngineAddress]:
@@ -115,7 +122,9 @@ class EngineGroup:
 
     def watch(self, number: int, *, goes_on: Callable[[Exception], bool]) -> None:
         """Watch an engine from now on; `goes_on` decides if the run continues after its death."""
-        self._watchdog.watch(f"engine {number}", self._workers[number].watch.remote().future(), goes_on=goes_on)
+        if number not in self._watches:
+            self._watches[number] = self._workers[number].watch.remote().future()
+        self._watchdog.watch(f"engine {number}", self._watches[number], goes_on=goes_on)
 
     def may_restart(self, number: int) -> bool:
         """Return True where rollout.engine_restarts allows another start of a dead engine."""
@@ -123,9 +132,9 @@ class EngineGroup:
         self._restarts[number] = hour
         return len(hour) < self._settings.rollout.engine_restarts and not self._settings.runtime.colocate and not self._stopped
 
-    def end(self, number: int, fault: str) -> None:
-        """Let an engine that failed end, which its watch then sees."""
-        self._workers[number].end.remote(fault)
+    def end(self, number: int, fault: str, **hang: bool) -> None:
+        """Let an engine that failed end, as `EngineWorker.end`, which its watch then sees."""
+        self._workers[number].end.remote(fault, **hang)
 
     async def restart(self, number: int) -> EngineAddress:
         """Start a dead engine in a process of its own, later the more often that was within an hour.
@@ -135,11 +144,15 @@ class EngineGroup:
         num_before, timeout_s = len(self._restarts[number]), start_deadline_s(self._settings.model)
         self._restarts[number].append(time.monotonic())
         await asyncio.sleep(min(MAX_BACKOFF_S, 2.0**num_before - 1))
-        # What is left of the actor holds the place in Ray's reservation.
-        await asyncio.to_thread(ray.kill, self._workers[number])
-        worker = self._workers[number] = self._make_workers[number]()
-        starting: asyncio.Future[EngineAddress] = asyncio.wrap_future(worker.start.remote(timeout_s).future())
+        await asyncio.to_thread(self._renew, number)
+        starting: asyncio.Future[EngineAddress] = asyncio.wrap_future(self._workers[number].start.remote(timeout_s).future())
         return await asyncio.wait_for(starting, timeout_s + ENGINES_STOP_S)
+
+    def _renew(self, number: int) -> None:
+        """Make a new actor for an engine; what is left of the old one holds the place in Ray's reservation."""
+        self._watches.pop(number, None)
+        ray.kill(self._workers[number])
+        self._workers[number] = self._make_workers[number]()
 
     def stop(self) -> None:
         """Stop and reap the servers. The server of a dead or slow actor ends when Ray ends."""
@@ -151,6 +164,9 @@ class EngineGroup:
                 ray.get(ref, timeout=ENGINES_STOP_S)
             except (*ACTOR_DEATHS, GetTimeoutError):
                 continue
+        for worker in self._workers:
+            # For other engines, their places in Ray's reservation.
+            ray.kill(worker)
 
 
 def engine_arguments(settings: Settings, *, model: "EngineModel", device_kind: Literal["cpu", "cuda"], number: int = 0) -> dict[str, Any]:

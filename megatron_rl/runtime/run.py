@@ -57,8 +57,9 @@ class Run(ABC):
         """Steps of the whole run with a batch each, and the directory of its output."""
         self._directory_identity = _identity(self._directory)
         self._checkpoints = CheckpointWriter(settings.run, ranks=ranks)
-        self._trained_steps = self._saved_steps = 0
+        self.trained_steps = self._saved_steps = 0
         self._ranks_are_idle = False  # True during waits for samples
+        self.engines_have_weights = False  # True where they have served this run, before its ranks were started again
 
     # Differences between runs; those that only return are for runs with engines
 
@@ -112,7 +113,7 @@ class Run(ABC):
         with finishing_first():
             with self._records.phase("train"):
                 self._records.add(*self._ranks.train(batch, step=step, expected=expected))
-            self._trained_steps = step + 1
+            self.trained_steps = step + 1
 
     def saves_after(self, step: int) -> bool:
         """Return True where a checkpoint or an export is due."""
@@ -197,7 +198,7 @@ class Run(ABC):
         # A kill may have come between the checkpoint and the link.
         link_policy(path)
         self._records.first_evaluation, self._records.logged_steps = state.first_evaluation, state.step
-        self._trained_steps = self._saved_steps = state.step
+        self.trained_steps = self._saved_steps = state.step
         self._records.say(f"resumed from {path} after {counted(state.step, 'step')}" + (", with a new optimizer" if weights_only else ""))
         self._records.say(*changes, *notes)
         return state.step
@@ -205,7 +206,7 @@ class Run(ABC):
     def finish(self) -> None:
         """Wait for the last checkpoint; write and print the outcome."""
         self._finish_save()
-        self._records.finish(steps=self._trained_steps)
+        self._records.finish(steps=self.trained_steps)
 
     def break_off(self, error: BaseException) -> None:
         """Keep the results of a run that `error` ends early.
@@ -218,21 +219,21 @@ class Run(ABC):
         if not self._has_its_directory():
             return
         # A second signal does not wait for what follows.
-        self._records.write_summary(status_of(error), steps=self._trained_steps)
+        self._records.write_summary(status_of(error), steps=self.trained_steps)
         try:
             self._stop_batches(error)
             if isinstance(error, DeadlineError) and self._checkpoints.is_writing:
                 # Work that missed one deadline would also miss the equally long one of the
                 # checkpoint.
                 self._ranks.check_answers()
-            if self._saves_at_the_end(error) and self._trained_steps > self._saved_steps:
-                self.save(step=self._trained_steps, at_the_end=True)
+            if self._saves_at_the_end(error) and self.trained_steps > self._saved_steps:
+                self.save(step=self.trained_steps, at_the_end=True)
             self._finish_save()
         except (MegatronRLError, RayError, OSError, RuntimeError, ValueError) as second:
-            self._records.say(f"the checkpoint of step {max(self._trained_steps, self._saved_steps)} is lost: {second}")
-        if self._trained_steps > self._records.logged_steps:
-            self.log(step=self._trained_steps)
-        self._records.write_outcome(status_of(error), steps=self._trained_steps)
+            self._records.say(f"the checkpoint of step {max(self.trained_steps, self._saved_steps)} is lost: {second}")
+        if self.trained_steps > self._records.logged_steps:
+            self.log(step=self.trained_steps)
+        self._records.write_outcome(status_of(error), steps=self.trained_steps)
 
     def _saves_at_the_end(self, error: BaseException) -> bool:
         """Return True where `error` leaves the ranks well: SIGTERM, or a failure of the rollout."""
@@ -295,7 +296,11 @@ class RolloutRun(Run):
         A resumed run evaluates at the same steps as one without an interruption.
         """
         self._take_devices(Phase.SYNC)
-        self._agreement.check_weights(partial(self.publish, version=step), resumed=step > 0)
+        if self.engines_have_weights:
+            # Those that a sync brings may be equal ones, and log-probs tell others.
+            self.publish(version=step)
+        else:
+            self._agreement.check_weights(partial(self.publish, version=step), resumed=step > 0)
         probe = self._probe()
         self._agreement.check_log_probs(probe, self._ranks.log_probs)
         self.evaluate(step=step, goes_on=True)

@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 from megatron_rl.checkpoints.run_checkpoints import SETTINGS_FILE, newest_checkpoint
@@ -27,6 +28,7 @@ from megatron_rl.runtime.cluster import cluster_capability, cluster_device_kind
 from megatron_rl.runtime.engine_model import evaluated_model
 from megatron_rl.runtime.engines import weight_sync
 from megatron_rl.runtime.loop import train_loop
+from megatron_rl.runtime.rank_returns import RankReturns, RanksLostError
 from megatron_rl.runtime.run import Run
 from megatron_rl.runtime.run_evaluations import evaluation_deadline_s, make_evaluator
 from megatron_rl.runtime.run_records import RunRecords
@@ -54,29 +56,42 @@ def train(settings: Settings, *, resume: bool, weights_only: bool = False) -> No
         memory = stack.enter_context(PeakMemory(os.getpid()))
         with _announcing_failure(console, directory):
             _clean_up(console)
-            report = StartReport(console, timer)
-            with timer.measure("start"), console.phase("start"):
-                start = RunStart(settings, stack, report)
-                make_run = start.supervised(resume=resume) if settings.supervised else start.with_engines(resume=resume)
-            console.say(str(report))
-            _say_choices(settings.model, cp=settings.training.topology.cp, console=console)
-            if not settings.supervised:
-                colocate, kind = settings.runtime.colocate, cluster_device_kind()
-                console.say(f"weight sync: {weight_sync(settings.weight_transport, settings.weights, colocate=colocate, device_kind=kind)}")
-                console.say(f"what the reward function prints is in {reward_log(directory)}")
-            write_atomic(directory / SETTINGS_FILE, dump_settings(settings))
-            # An earlier life of the run may have ended, but this one has not.
-            (directory / SUMMARY_FILE).unlink(missing_ok=True)
-            found = newest_checkpoint(directory) if resume else None
-            step, row = (found[1].step, found[1].metrics) if found is not None else (0, {})
-            sinks = Sinks(directory, settings.observe, first_step=step, row=row, config=settings.model_dump(mode="json"))
-            records = RunRecords(settings.run, console=console, sinks=stack.enter_context(sinks), memory=memory, timer=timer)
-            run = make_run(records=records)
-            with _keeping_what_it_has(run, console):
-                first_step = run.resume(weights_only=weights_only) if resume else 0
-                spare_what_is_loaded()
-                train_loop(run, first_step=first_step)
-                run.finish()
+            start = RunStart(settings, stack, StartReport(console, timer))
+            begin = partial(_begin, settings, start, console=console, memory=memory, timer=timer)
+            returns = RankReturns(settings.runtime.restarts, directory=directory, note=console.say)
+            run = begin(resume=resume)
+            while True:
+                try:
+                    with _keeping_what_it_has(run, console), returns.noticing(start):
+                        first_step = run.resume(weights_only=weights_only) if resume else 0
+                        spare_what_is_loaded()
+                        train_loop(run, first_step=first_step)
+                        run.finish()
+                    return
+                except RanksLostError:
+                    resume, weights_only, run = True, False, returns.bring_back(start, begin, after=run)
+
+
+def _begin(settings: Settings, start: RunStart, *, resume: bool, console: RunConsole, memory: PeakMemory, timer: PhaseTimer) -> Run:
+    """Start the processes of the run that do not serve yet, and return the run."""
+    directory = settings.run.directory
+    # Seconds of a step that was broken off are none of the next row's.
+    timer.take()
+    with timer.measure("start"), console.phase("start"):
+        make_run = start.supervised(resume=resume) if settings.supervised else start.with_engines(resume=resume)
+    console.say(str(start.report))
+    _say_choices(settings.model, cp=settings.training.topology.cp, console=console)
+    if not settings.supervised:
+        colocate, kind = settings.runtime.colocate, cluster_device_kind()
+        console.say(f"weight sync: {weight_sync(settings.weight_transport, settings.weights, colocate=colocate, device_kind=kind)}")
+        console.say(f"what the reward function prints is in {reward_log(directory)}")
+    write_atomic(directory / SETTINGS_FILE, dump_settings(settings))
+    # An earlier life of the run may have ended, but this one has not.
+    (directory / SUMMARY_FILE).unlink(missing_ok=True)
+    found = newest_checkpoint(directory) if resume else None
+    step, row = (found[1].step, found[1].metrics) if found is not None else (0, {})
+    sinks = Sinks(directory, settings.observe, first_step=step, row=row, config=settings.model_dump(mode="json"))
+    return make_run(records=RunRecords(settings.run, console=console, sinks=start.life.enter_context(sinks), memory=memory, timer=timer))
 
 
 def _clean_up(console: RunConsole) -> None:
@@ -99,9 +114,11 @@ def _say_choices(model: ModelSettings, *, cp: int, console: RunConsole) -> None:
 
 @contextmanager
 def _keeping_what_it_has(run: Run, console: RunConsole) -> Iterator[None]:
-    """Let the run write the results so far when the body raises; a failure here must not hide the cause."""
+    """Let the run write the results so far when the body ends the run; a failure here must not hide the cause."""
     try:
         yield
+    except RanksLostError:
+        raise
     except BaseException as error:
         try:
             run.break_off(error)

@@ -93,18 +93,29 @@ class StartReport:
 
 
 class RunStart:
-    """Starts the parts of a run with `settings`; all of them end with `stack`."""
+    """Starts the parts of a run with `settings`; all of them end with `stack`.
+
+    Parts in `life` end with the ranks, too: after `end_life` the same call starts them again, beside
+    Ray and, where `engines_stay`, the engines.
+    """
 
     def __init__(self, settings: Settings, stack: ExitStack, report: StartReport) -> None:
-        self._settings, self._stack, self._report = settings, stack, report
+        self._settings, self._stack, self.report = settings, stack, report
         self.watchdog = stack.enter_context(Watchdog(note=report.note))
+        self.life = stack.enter_context(ExitStack())
+        self.ranks: TrainerGroup | None = None
+        self.ray: Future[None] = Future()  # fails when Ray is gone
+        self._reservation: Reservation | None = None
+        self._engines: EngineGroup | None = None
+        self._sync: WeightSync | None = None
+        self.engines_stay = not settings.runtime.colocate
 
     def supervised(self, *, resume: bool) -> Callable[..., Run]:
         """Do the cheap checks, then start the ranks and wait; the returned function makes the run from `records`."""
         settings = self._settings
         self._claim_directory()
         prompts = self._read_prompts(supervised=True)
-        ranks = TrainerGroup(settings, reservation=self.reserve(), watchdog=self.watchdog)
+        ranks = self.ranks = TrainerGroup(settings, reservation=self.reserve(), watchdog=self.watchdog)
         self._start_ranks(ranks, resume=resume)
         return partial(SupervisedRun, settings, source=prompts.source, ranks=ranks)
 
@@ -117,22 +128,22 @@ class RunStart:
             check_on_gpus(settings)
         dtype = dtype_name(settings.model, device_kind=reservation.device_kind)
         model = make_model(
-            settings.model.path, directory=settings.run.directory, sglang=settings.rollout.sglang, dtype=dtype, note=self._report.note
+            settings.model.path, directory=settings.run.directory, sglang=settings.rollout.sglang, dtype=dtype, note=self.report.note
         )
-        ranks = TrainerGroup(settings, reservation=reservation, watchdog=watchdog)
+        ranks = self.ranks = TrainerGroup(settings, reservation=reservation, watchdog=watchdog)
         engines = self.place_engines(model, reservation, gpus_of_ranks=ranks.gpus if settings.runtime.colocate else ())
         devices = None
         if settings.runtime.colocate:
             # An engine sizes the cache by the memory that is free at the start.
             self._start_ranks(ranks, resume=resume, then=lambda: ranks.call("put_away", Phase.TRAINING.trainer_parts))
-            with self._report.part("engines"):
+            with self.report.part("engines"):
                 addresses = self.join(manager, engines, engines.begin_start())
             devices = SharedDevices(ranks, manager, watchdog=watchdog, timeout_s=sync_deadline_s(settings.model))
             # The group of a transport takes device memory that is free in no other phase.
             devices.take(Phase.SYNC)
         else:
             starting = engines.begin_start()
-            self._report.follow("engines", [ref.future() for ref in starting])
+            self.report.follow("engines", [ref.future() for ref in starting])
             self._start_ranks(ranks, resume=resume)
             addresses = self.join(manager, engines, starting)
         sync = self._open_sync(partial(make_transport, settings, ranks, reservation, addresses), ranks, manager)
@@ -142,49 +153,65 @@ class RunStart:
         """Let no second run write in the run directory; in runs with engines the buffer is the lock."""
         directory = self._settings.run.directory
         try:
-            self._stack.enter_context(closing(claim(directory / LOCK_FILE, what=f"run.directory {directory}")))
+            self.life.enter_context(closing(claim(directory / LOCK_FILE, what=f"run.directory {directory}")))
         except OSError as error:
-            self._report.note(f"{directory} cannot be locked ({error.strerror}), so nobody looks whether another run writes there, too")
+            self.report.note(f"{directory} cannot be locked ({error.strerror}), so nobody looks whether another run writes there, too")
 
     def _read_prompts(self, **kind: bool) -> RunPrompts:
         settings = self._settings
         prompts = RunPrompts.read(settings.model.path, settings.data, sets=settings.eval.sets, seed=settings.run.seed, **kind)
         for note in prompts.notes:
-            self._report.note(note)
+            self.report.note(note)
         return prompts
 
     def open_manager(self, buffer: Path, *, trains: bool = True) -> RolloutManager:
         """Read the prompts, and start the reward workers."""
         prompts = self._read_prompts(trains=trains)
-        opening = RolloutManager.open(self._settings, prompts=prompts, buffer=buffer, say=self._report.note)
-        with self._report.part("reward workers"):
+        opening = RolloutManager.open(self._settings, prompts=prompts, buffer=buffer, say=self.report.note)
+        with self.report.part("reward workers"):
             name = "checking the reward function and opening the buffer"
-            return self._stack.enter_context(
-                self.watchdog.entered(opening, name=name, owner="the reward workers", timeout_s=REWARDS_START_S)
-            )
+            return self.life.enter_context(self.watchdog.entered(opening, name=name, owner="the reward workers", timeout_s=REWARDS_START_S))
 
     def reserve(self, *, trains: bool = True) -> Reservation:
-        """Start or join Ray, and reserve a place for every process."""
+        """Start or join Ray, and reserve a place for every process, once."""
+        if self._reservation is not None:
+            return self._reservation
         runtime, directory = self._settings.runtime, self._settings.run.directory
         on_cpu = Needs.of(self._settings, device_kind="cpu", trains=trains)
-        with self._report.part("Ray"):
+        with self.report.part("Ray"):
             num_processes = on_cpu.num_ranks + on_cpu.num_engines
             cluster = ray_cluster(address=runtime.ray_address, num_processes=num_processes, logs=directory / "logs" / "ray")
-            self.watchdog.watch("Ray", self._stack.enter_context(cluster))
+            self.ray = self._stack.enter_context(cluster)
+            self.watchdog.watch("Ray", self.ray)
+            # Reward workers that were started again are children that Ray's end would kill.
+            self._stack.push(self.life.__exit__)
         device_kind = cluster_device_kind()
         if device_kind == "cpu" and runtime.cluster.gpu is not None:
             raise UserError(no_gpu(runtime.cluster.gpu, "the Ray cluster"))
         needs = on_cpu if device_kind == "cpu" else Needs.of(self._settings, device_kind=device_kind, trains=trains)
         variables = shared_variables(os.environ, device_kind=device_kind, interface=runtime.network_interface)
         if variables:
-            self._report.note(f"every rank and engine has {' '.join(f'{name}={value}' for name, value in variables.items())}")
-        with self._report.part("reservation"):
-            return reserve(needs, cluster=runtime.cluster, device_kind=device_kind, timeout_s=PLACEMENT_S, variables=variables)
+            self.report.note(f"every rank and engine has {' '.join(f'{name}={value}' for name, value in variables.items())}")
+        with self.report.part("reservation"):
+            self._reservation = reserve(needs, cluster=runtime.cluster, device_kind=device_kind, timeout_s=PLACEMENT_S, variables=variables)
+        return self._reservation
+
+    def end_life(self) -> None:
+        """End ranks and the driver's parts, for a new start. Engines on devices of their own stay."""
+        self.watchdog.forget()
+        self.watchdog.watch("Ray", self.ray)
+        assert self.ranks is not None, "started before"
+        self.ranks.end()
+        self.life.close()
+        if self._engines is not None and not self.engines_stay:
+            # The parts of their memory on the devices are not known.
+            self._engines.stop()
+            self._engines = self._sync = None
 
     def _start_ranks(self, ranks: TrainerGroup, *, resume: bool, then: Callable[[], object] = lambda: None) -> None:
         """Wait for the ranks, which first check a resumed checkpoint: engines take longer, and the load gets shorter."""
         directory = self._settings.run.directory
-        with self._report.part("ranks"):
+        with self.report.part("ranks"):
             # Not before the claim of the directory: a run that is asked to end writes a checkpoint.
             if resume and (found := newest_checkpoint(directory)) is not None:
                 with naming_the_way_around(directory):
@@ -193,10 +220,12 @@ class RunStart:
             then()
 
     def place_engines(self, model: EngineModel, reservation: Reservation, *, gpus_of_ranks: Sequence[tuple[str, ...]] = ()) -> EngineGroup:
-        """Start the actors of the engines, without servers."""
-        engines = EngineGroup(self._settings, model=model, reservation=reservation, watchdog=self.watchdog, gpus_of_ranks=gpus_of_ranks)
-        self._stack.callback(engines.stop)
-        return engines
+        """Start the actors of the engines, without servers, where there are none."""
+        if self._engines is None:
+            engines = EngineGroup(self._settings, model=model, reservation=reservation, watchdog=self.watchdog, gpus_of_ranks=gpus_of_ranks)
+            self._stack.callback(engines.stop)
+            self._engines = engines
+        return self._engines
 
     def join(
         self, manager: RolloutManager, engines: EngineGroup, starting: list[ray.ObjectRef], *, serve_current: bool = False
@@ -206,7 +235,7 @@ class RunStart:
         addresses = engines.finish_start(starting)
         wait(manager.join(addresses, serve_current=serve_current), name="connecting to the engines")
 
-        EngineReturns(engines, manager, addresses, wait=wait, note=self._report.note, serve_current=serve_current)
+        EngineReturns(engines, manager, addresses, wait=wait, note=self.report.note, serve_current=serve_current)
         return addresses
 
     def _open_sync(self, transport: Callable[[Sequence[str]], WeightTransport], ranks: TrainerGroup, manager: RolloutManager) -> WeightSync:
@@ -214,9 +243,13 @@ class RunStart:
         # SGLang's loaders of one's own take no weights for engines of several data-parallel ranks.
         interval = 0 if self._settings.rollout.sglang.get("dp_size", 1) > 1 else CHECK_INTERVAL
         sync = WeightSync(transport, ranks=ranks, pool=manager.pool, timeout_s=timeout_s, check_interval=interval)
-        with self._report.part("weight transport"):
+        before = self._sync
+        with self.report.part("weight transport"):
             wait = partial(self.watchdog.wait, owner="the weight transport", timeout_s=timeout_s + ENGINE_CONTROL_S)
+            if before is not None:
+                wait(before.give_up(manager.clients), name="parting the engines from dead ranks")
             wait(sync.connect(), name="joining trainer and engines")
+        self._sync = sync
         return sync
 
 

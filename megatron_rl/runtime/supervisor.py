@@ -9,6 +9,8 @@ orphan below. So no process escapes: neither a stopped process nor one that lead
 the command line. Only processes on other nodes escape.
 """
 
+import atexit
+import mmap
 import os
 import signal
 import subprocess
@@ -26,6 +28,8 @@ from megatron_rl.system.leftovers import adopt_orphans, die_with_parent
 _PARENT_DIED = signal.SIGUSR1
 _PATIENCE = 2
 """Ctrl-C so many times waits for the command; the next one kills it."""
+_ENDED = mmap.mmap(-1, 1)
+"""Memory that the three processes share: not zero when Python has ended the command, not an exit of a library."""
 
 
 def supervise() -> None:
@@ -51,6 +55,7 @@ def supervise() -> None:
         os.setsid()
         _guard(command, front=front, heard=heard)
     die_with_parent()
+    atexit.register(_ENDED.__setitem__, 0, 1)
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
@@ -83,6 +88,8 @@ def _guard(command: int, *, front: int, heard: Collection[int]) -> NoReturn:
             code, sentence = 128 + signal.SIGINT, "interrupted"
         elif status is not None and os.WIFSIGNALED(status):
             sentence = f"the main process was killed by {signal.Signals(os.WTERMSIG(status)).name}; every other one has been stopped"
+        elif status is not None and not _ENDED[0]:
+            sentence = f"a library has ended the main process with status {code}, as Ray does without its raylet; --resume goes on"
     finally:
         _kill_all()
         if sentence:

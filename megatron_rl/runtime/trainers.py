@@ -2,7 +2,10 @@
 
 import atexit
 import gc
+import itertools
+import sys
 import threading
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import cached_property, partial
@@ -30,7 +33,7 @@ OWNER = "Megatron rank"
 """What a rank is called in messages, before its number."""
 
 
-@ray.remote(concurrency_groups={"watch": 1})
+@ray.remote(concurrency_groups={"watch": 2})
 class TrainerWorker:
     """The process of one Megatron rank, with a `Trainer` from `start` on."""
 
@@ -42,6 +45,13 @@ class TrainerWorker:
     def hold(self) -> None:
         """Never return, beside the other calls: the caller learns of this actor's death."""
         threading.Event().wait()
+
+    @ray.method(concurrency_group="watch")
+    def stack(self) -> list[str]:
+        """Return the Python stack of the call in progress, the innermost frame last; empty without a call."""
+        threads = [traceback.extract_stack(frame) for frame in sys._current_frames().values()]
+        own = [stack for stack in threads for frame in stack if frame.filename == __file__ and frame.name not in ("hold", "stack")][:1]
+        return [f"{frame.name} ({frame.filename}:{frame.lineno})" for stack in own for frame in stack]
 
     def take_place(self, directory: Path) -> tuple[str, ...]:
         """Work in `directory` from now on; return the GPUs that Ray gave this process, by node-local name."""
@@ -103,6 +113,7 @@ class TrainerGroup:
         # Of every rank, once all have started.
         self._dp_ranks: list[int] = []
         self._checked: Path | None = None
+        self._holds: list[Future[None]] = []  # of every rank, done when it is dead
         self._nodes = [
             [TrainerWorker.options(**reservation.rank_options(node)).remote() for _ in share.ranks]  # type: ignore[attr-defined]
             for node, share in enumerate(reservation.placement.nodes)
@@ -116,8 +127,9 @@ class TrainerGroup:
         answers = self._watchdog.wait(refs, name="starting the processes of the ranks", owner=OWNER, timeout_s=RANKS_START_S)
         gpus = dict(zip(workers, answers, strict=True))
         seated = [(worker, gpus[worker]) for node in self._nodes for worker in sorted(node, key=lambda one: gpu_order(gpus[one]))]
-        for rank, (worker, _) in enumerate(seated):
-            self._watchdog.watch(f"Megatron rank {rank}", worker.hold.remote().future())
+        self._holds = [worker.hold.remote().future() for worker, _ in seated]
+        for rank, hold in enumerate(self._holds):
+            self._watchdog.watch(f"{OWNER} {rank}", hold)
         return seated
 
     @property
@@ -147,6 +159,23 @@ class TrainerGroup:
         refs = [worker.start.remote(make, rank=rank, init_method=init_method) for rank, worker in enumerate(self.workers)]
         timeout_s = start_deadline_s(self._settings.model)
         self._dp_ranks = self._watchdog.wait(refs, name="starting the Megatron ranks", owner=OWNER, timeout_s=timeout_s)
+
+    @property
+    def has_died(self) -> bool:
+        """Return True when the process of a rank has ended."""
+        return any(hold.done() for hold in self._holds)
+
+    def stacks(self) -> list[list[str] | None]:
+        """Return the stack of every rank's call, as `TrainerWorker.stack`; None for a rank that does not answer."""
+        # Without holds not all processes run, and their places are not known.
+        refs = [worker.stack.remote() for worker in self.workers] if self._holds else []
+        answered, _ = ray.wait(refs, num_returns=len(refs), timeout=RANK_ANSWER_S)
+        return [ray.get(ref) if ref in answered else None for ref in refs]
+
+    def end(self) -> None:
+        """Kill every rank; what is in its memory is lost."""
+        for worker in itertools.chain(*self._nodes):
+            ray.kill(worker)
 
     def check_answers(self) -> None:
         """Raise DeadlineError when a rank takes no call within RANK_ANSWER_S, to avoid a second long wait."""

@@ -130,7 +130,7 @@ class Watchdog:
         future = self.begin(work)
         try:
             self._wait({future: owner}, name=name, timeout_s=timeout_s, meanwhile=meanwhile)
-        except (SystemExit, KeyboardInterrupt):
+        except BaseException:
             # The result has no reader any more.
             future.cancel()
             raise

@@ -5,6 +5,7 @@ ranks ---- send ----> transport ---- deliver ----> engines
 """
 
 import asyncio
+import contextlib
 import itertools
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -88,6 +89,15 @@ class WeightSync:
     async def disconnect(self) -> None:
         """Close both ends; the next sync connects anew. Raises what `run` raises."""
         await self._disconnect(self._deadline())
+
+    async def give_up(self, clients: Iterable[EngineClient]) -> None:
+        """Close the engines' end, also in the middle of a sync, by `clients` of them, where the ranks are gone."""
+        connection, self._connection = self._connection, None
+        for client in clients if connection is not None else ():
+            for call in (client.end_weight_update(), connection.transport.disconnect(client)):
+                # Neither an update in progress nor the connection of an engine that has come since.
+                with contextlib.suppress(EngineError):
+                    await call
 
     async def run(self, *, version: int) -> dict[str, Metric]:
         """Give every member the trainer's current weights as `version`.

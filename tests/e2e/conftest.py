@@ -22,6 +22,10 @@ ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 240.0
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--soak", type=int, default=60, help="steps of the run with a fault every 15; 300 in the whole one")
+
+
 class Command:
     """A running `megatron-rl` in a process group of its own; `output` grows in a file."""
 

@@ -58,6 +58,7 @@ def test_a_weight_sync_is_no_want_of_memory(mode: Any, expected: int) -> None:
     [
         ({"loads": [{"token_usage": 0.25, "num_waiting_reqs": 2}]}, 200, EngineLoad(0.25, 2)),
         ({"loads": [{"token_usage": 0.25, "num_waiting_reqs": 2}, {"token_usage": 0.5, "num_waiting_reqs": 1}]}, 200, EngineLoad(0.5, 3)),
+        ({"loads": [{"token_usage": 0.25, "num_waiting_reqs": 2, "timestamp": 7.5}]}, 200, EngineLoad(0.25, 2, told_at=7.5)),
         ({"loads": []}, 200, None),
         ({"loads": [{"num_waiting_reqs": 2}]}, 200, None),
         ({"loads": [{"token_usage": None, "num_waiting_reqs": 2}]}, 200, None),

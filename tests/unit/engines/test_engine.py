@@ -6,6 +6,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -149,3 +150,31 @@ def test_an_engine_sets_up_nccl_as_ranks_do(tmp_path: Path, monkeypatch: pytest.
     assert (environment["NCCL_CUMEM_ENABLE"], environment["NCCL_NVLS_ENABLE"]) == ("0", "1")
     assert environment["CUDA_VISIBLE_DEVICES"] == "GPU-8f2c,GPU-11aa"
     assert environment["SGLANG_HOST_IP"] == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("answers", "busy_s", "expected"),
+    [
+        # The server, its scheduler and its detokenizer, which has nothing to do between answers.
+        (True, {1: 0.0, 2: 0.2, 3: 0.0}, False),
+        (True, {1: 9.0, 2: 0.05, 3: 9.0}, True),
+        (False, {1: 0.05, 2: 9.0, 3: 9.0}, True),
+        (False, {1: 0.2, 2: 0.2, 3: 0.0}, False),
+    ],
+)
+def test_a_server_is_still_when_who_has_to_work_does_not(
+    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, answers: bool, busy_s: dict[int, float], expected: bool
+) -> None:
+    names, before_s = {1: "python", 2: "sglang::scheduler_TP0", 3: "sglang::detokenizer"}, dict.fromkeys(busy_s, 100.0)
+    passed = [False]
+
+    def process(pid: int) -> SimpleNamespace:
+        times = lambda: (before_s[pid] + passed[0] * busy_s[pid] / 2, passed[0] * busy_s[pid] / 2, 7.0, 7.0)  # noqa: E731
+        return SimpleNamespace(pid=pid, name=lambda: names[pid], cpu_times=times)
+
+    engine = make_engine()
+    monkeypatch.setattr(module, "psutil", SimpleNamespace(Process=process))
+    monkeypatch.setattr(module, "_group_members", lambda group: sorted(names))
+    monkeypatch.setattr(module, "time", SimpleNamespace(sleep=lambda seconds: passed.__setitem__(0, seconds == 10.0)))
+    monkeypatch.setattr(Engine, "pid", 1)
+    assert engine.is_still(answers=answers) == expected

@@ -128,6 +128,7 @@ class Client:
     def __init__(self, *loads: EngineLoad | None) -> None:
         self.address = EngineAddress("url", "key", vocab_size=2, context_length=64, max_total_tokens=POOL_TOKENS, has_tokenizer=False)
         self.served: Counter[str] = Counter()
+        self.is_paused = False
         self._loads = iter(loads)
         self.asked = asyncio.Event()
 
@@ -267,3 +268,47 @@ def test_a_mistake_in_the_watch_is_raised_at_its_end(monkeypatch: pytest.MonkeyP
 
     with pytest.raises(RuntimeError):
         run(test, Client())
+
+
+@pytest.mark.parametrize(
+    ("reports", "paused", "requests", "looked_at"),
+    [
+        ((1.0, 1.0, 1.0), False, 1, [True, True]),
+        ((None, None, None), False, 1, [False, False]),
+        ((1.0, None, 1.0), False, 1, [False, True]),
+        ((1.0, 2.0, 3.0), False, 1, []),
+        ((1.0, 1.0, 2.0), False, 1, [True]),
+        ((1.0, 1.0, 1.0), True, 1, []),
+        ((1.0, 1.0, 1.0), False, 0, []),
+    ],
+)
+def test_an_engine_with_requests_and_no_steps_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch, reports: tuple[float | None, ...], paused: bool, requests: int, looked_at: list[bool]
+) -> None:
+    monkeypatch.setattr(engine_watch, "SILENT_S", -1.0)
+    client = Client(*[None if report is None else EngineLoad(0.5, 0, told_at=report) for report in reports])
+    client.is_paused = paused
+    found: list[bool] = []
+
+    async def test(pool: EnginePool, watch: EngineWatch) -> None:
+        pool.end_hanging = lambda _, answers: found.append(answers)
+        async with pool.slots(requests, urgency=Urgency.TRAINING):
+            for _ in reports:
+                await watch.look()
+
+    run(test, client)
+    # The first look has nothing to compare a report with.
+    assert found[-len(looked_at) :] == looked_at if looked_at else found == []
+
+
+def test_an_engine_is_not_looked_at_too_soon() -> None:
+    client, found = Client(*[EngineLoad(0.5, 0, told_at=1.0)] * 3), list[bool]()
+
+    async def test(pool: EnginePool, watch: EngineWatch) -> None:
+        pool.end_hanging = lambda _, answers: found.append(answers)
+        async with pool.slots(1, urgency=Urgency.TRAINING):
+            for _ in range(3):
+                await watch.look()
+
+    run(test, client)
+    assert found == []

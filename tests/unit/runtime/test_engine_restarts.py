@@ -41,7 +41,13 @@ class Actors:
             future.set_result(number) if self.error is None else future.set_exception(self.error)
             return SimpleNamespace(future=lambda: future)
 
-        return SimpleNamespace(number=number, start=SimpleNamespace(remote=start))
+        watch: Future[None] = Future()
+        return SimpleNamespace(
+            number=number,
+            dies=watch.set_exception,
+            start=SimpleNamespace(remote=start),
+            watch=SimpleNamespace(remote=lambda: SimpleNamespace(future=lambda: watch)),
+        )
 
 
 def make_group(*overrides: str) -> EngineGroup:
@@ -49,7 +55,8 @@ def make_group(*overrides: str) -> EngineGroup:
     reservation = SimpleNamespace(device_kind="cpu", placement=placement, engine_options=lambda number: {})
     settings = load_settings(None, [*PATHS, "rollout.num_engines=2", *overrides])
     model = SimpleNamespace(path=Path("model"), has_weights=True)
-    return EngineGroup(settings, model=model, reservation=reservation, watchdog=None)  # type: ignore[arg-type]
+    watchdog = SimpleNamespace(watch=lambda name, future, goes_on: None)
+    return EngineGroup(settings, model=model, reservation=reservation, watchdog=watchdog)  # type: ignore[arg-type]
 
 
 def test_starts_of_an_hour_are_counted_and_come_later_and_later(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,3 +83,17 @@ def test_starts_of_an_hour_are_counted_and_come_later_and_later(monkeypatch: pyt
 def test_engines_that_stay_away(monkeypatch: pytest.MonkeyPatch, override: str) -> None:
     Actors(monkeypatch)
     assert not make_group(override).may_restart(0)
+
+
+def test_engines_that_serve_go_on_and_dead_ones_start_with_new_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    actors, group = Actors(monkeypatch), make_group()
+    group.begin_start()
+    for number in range(2):
+        group.watch(number, goes_on=lambda error: True)
+    group._workers[1].dies(EngineError("dead"))
+    group.begin_start()
+    assert (actors.started, actors.killed, [worker.number for worker in group._workers]) == ([0, 1, 2], [1], [0, 2])
+    # The watch of the engine that goes on is the same call: another one would wait behind it for ever.
+    first = group._watches[0]
+    group.watch(0, goes_on=lambda error: True)
+    assert group._watches[0] is first

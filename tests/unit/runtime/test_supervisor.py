@@ -143,3 +143,9 @@ def test_a_command_of_its_own_says_why_it_failed(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/loss": 0.5}\n')
     run_command("report", tmp_path)
     assert (tmp_path / "report.html").exists()
+
+
+def test_an_exit_of_a_library_is_told(tmp_path: Path) -> None:
+    for program, said in (("    time.sleep(1)\n    os._exit(1)\n", True), ("    time.sleep(1)\n    sys.exit(1)\n", False)):
+        command = Command(program, tmp_path / f"{said}.txt")
+        assert ("a library has ended the main process with status 1" in command.check_ended(1)) == said

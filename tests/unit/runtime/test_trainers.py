@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -192,3 +193,46 @@ def test_a_rank_that_takes_no_call_is_named_soon(group: TrainerGroup, monkeypatc
     group.workers[2].call = types.SimpleNamespace(remote=lambda method: Endless())
     with pytest.raises(DeadlineError, match="still waiting for: Megatron rank 2"):
         group.check_answers()
+
+
+def test_stacks_and_ends_of_ranks(group: TrainerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 2 does not answer; the dead one is known by the call that never returns."""
+    ended: list[Any] = []
+    references = {id(actor): [] if rank < 3 else ["train"] for rank, actor in enumerate(group.workers)}
+    for actor in group.workers:
+        actor.stack = types.SimpleNamespace(remote=lambda actor=actor: id(actor))
+    silent = id(group.workers[2])
+    monkeypatch.setattr(
+        module,
+        "ray",
+        types.SimpleNamespace(
+            wait=lambda refs, num_returns, timeout: ([ref for ref in refs if ref != silent], [silent]),
+            get=references.__getitem__,
+            kill=ended.append,
+        ),
+    )
+    assert group.stacks() == [[], [], None, ["train"]]
+    assert not group.has_died
+    group._holds[1].set_exception(RuntimeError("gone"))
+    assert group.has_died
+    group.end()
+    assert ended and set(map(id, ended)) == set(map(id, group.workers))
+
+
+def test_a_rank_tells_the_stack_of_its_call_alone() -> None:
+    worker = module.TrainerWorker.__ray_metadata__.modified_class()
+    begun, go_on = threading.Event(), threading.Event()
+
+    def train_step() -> None:
+        begun.set()
+        go_on.wait()
+
+    worker._trainer = types.SimpleNamespace(train_step=train_step)
+    assert worker.stack() == []
+    call = threading.Thread(target=worker.call, args=("train_step",))
+    call.start()
+    begun.wait()
+    stack = worker.stack()
+    go_on.set()
+    call.join()
+    assert any(line.startswith("train_step ") for line in stack) and any("trainers.py" in line for line in stack)

@@ -311,3 +311,20 @@ def test_a_plug_in_that_blocks_the_event_loop_is_named_once(monkeypatch: pytest.
     first, second = notes
     assert first.startswith("rollout.function my:rollout for prompt 0-3 has kept the event loop for") and "asyncio.to_thread" in first
     assert "threading.py:" in first and second.startswith("another")
+
+
+def test_a_coroutine_ends_with_the_death_of_a_watched_actor(watchdog: Watchdog) -> None:
+    """A new life of the run must not meet a sync of the one before."""
+    ended, died = threading.Event(), Future()
+
+    async def sync() -> None:
+        try:
+            died.set_exception(RayActorError())
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    watchdog.watch("Megatron rank 0", died)
+    with pytest.raises(WorkerDiedError):
+        watchdog.wait(sync(), name="weight sync", owner="the engines", timeout_s=30)
+    assert ended.wait(timeout=30)

@@ -45,6 +45,7 @@ class Ranks:
     """Ranks whose weights do not change: one token has log-prob -1."""
 
     gpus = ()
+    has_died = False
 
     def __init__(self, settings: Settings, **_: object) -> None:
         self.batches: list[TrainBatch] = []

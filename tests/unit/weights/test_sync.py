@@ -463,3 +463,19 @@ def test_an_engine_that_dies_when_it_is_let_go_is_passed_over(make_run: Callable
         assert len(run.ranks.plans) == 2
 
     asyncio.run(work())
+
+
+def test_engines_leave_the_connection_of_ranks_that_are_gone(make_run: Callable[..., Run]) -> None:
+    """Also one without an update to end: another sync begins with open ends otherwise."""
+    run = make_run({}, {"fails_at": END, "once": True})
+
+    async def work() -> None:
+        sync = run.open("broadcast")
+        await sync.connect()
+        await sync.give_up(run.clients)
+        for server in run.servers:
+            assert [path for path, _ in server.calls] == [CONNECT, END, DISCONNECT]
+        await sync.give_up(run.clients)
+        assert len(run.servers[0].calls) == 3, "nothing is left to be closed"
+
+    asyncio.run(work())
