@@ -115,7 +115,7 @@ async def rollout(family: Family, rng: random.Random) -> tuple[Conversation, lis
     texts.append(family.answer(rng.choice(words), "Done."))
     policy = Policy(family.tokenizer, texts, context=2**15)
     policy.end = ""
-    renderer = choose_renderer(family.tokenizer, model_type=family.model_type).renderer
+    renderer = choose_renderer(family.tokenizer, model_type=family.model_type)
     conversation = Conversation(renderer, policy, tokenizer=family.tokenizer)
     messages: list[Message] = [USER]
     broken = 0
@@ -139,7 +139,7 @@ def test_tokens_between_turns_are_those_of_a_conversation() -> None:
     tool: Message = {"role": "tool", "content": "3", "tool_call_id": "call_0"}
 
     async def play() -> None:
-        conversation = Conversation(choose_renderer(tokenizer, model_type="qwen3").renderer, policy, tokenizer=tokenizer)
+        conversation = Conversation(choose_renderer(tokenizer, model_type="qwen3"), policy, tokenizer=tokenizer)
         first = await conversation.ask([USER], sampling=Sampling(max_tokens=99), tools=[TOOL])
         assert first is not None
         second = await conversation.ask([USER, first.message, tool], sampling=Sampling(max_tokens=99), tools=[TOOL])
