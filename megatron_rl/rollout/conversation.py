@@ -7,6 +7,7 @@ sample of one trajectory. Each sampled token is trained on in one of the samples
 Legend: P tokens before an answer, R tokens of an answer.
 """
 
+import asyncio
 import itertools
 import json
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,10 @@ from megatron_rl.types import Ints, Message, Prompt, Sample, StopReason
 if TYPE_CHECKING:
     from renderers import Renderer
     from transformers import PreTrainedTokenizerBase
+
+
+LONG_CHARACTERS = 2**16
+"""Texts beyond become tokens in a thread."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,7 +87,7 @@ class Conversation:
         `sampling.max_tokens` bounds the answer. A turn that ended without a stop is never extended.
         Raises TrajectoryError for messages that the template refuses.
         """
-        asked = self.rendered(messages, tools=tools)
+        asked = await self.rendered(messages, tools=tools)
         if len(asked.prompt_ids) >= self.context:
             return None
         turn = await self.answer(asked, sampling=sampling)
@@ -108,8 +113,14 @@ class Conversation:
         message = {**message, "content": content[:found]}
         return Turn(asked.parent, asked.prompt_ids, generation, message, (*asked.history, _key(message)), ended_by)
 
-    def rendered(self, messages: Sequence[Message], *, tools: Sequence[Message] = ()) -> Asked:
+    async def rendered(self, messages: Sequence[Message], *, tools: Sequence[Message] = ()) -> Asked:
         """Return the request behind the deepest turn that `messages` extend. Raises TrajectoryError."""
+        # The event loop of all trajectories would stand still for seconds at a text of megabytes.
+        if sum(len(message.get("content") or "") for message in messages) > LONG_CHARACTERS:
+            return await asyncio.to_thread(self._asked, messages, tools)
+        return self._asked(messages, tools)
+
+    def _asked(self, messages: Sequence[Message], tools: Sequence[Message]) -> Asked:
         known = offered(tools)
         try:
             history = (_key({"tools": known}), *map(_key, messages))
@@ -117,8 +128,11 @@ class Conversation:
         except REFUSALS as error:
             raise TrajectoryError("template", f"the chat template refuses the messages: {type(error).__name__}: {error}") from error
 
-    def continued(self, text: str) -> Asked:
+    async def continued(self, text: str) -> Asked:
         """Return the request to continue `text`, behind the deepest turn whose whole text it begins with."""
+        return await asyncio.to_thread(self._continued, text) if len(text) > LONG_CHARACTERS else self._continued(text)
+
+    def _continued(self, text: str) -> Asked:
         begun = {turn: self._tokenizer.decode(turn.token_ids) for turn in self.finished}
         parent = max((turn for turn, each in begun.items() if text.startswith(each)), key=lambda turn: len(turn.token_ids), default=None)
         kept, rest = (np.empty(0, np.int64), text) if parent is None else (parent.token_ids, text[len(begun[parent]) :])
