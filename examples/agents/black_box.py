@@ -22,7 +22,7 @@ def main() -> None:
         if said.isdecimal():
             break
         messages += [message, {"role": "user", "content": "A number, please."}]
-    print(json.dumps({"number": 0.5 * said.isdecimal(), "right": 0.5 * (said == task["label"])}))
+    print(json.dumps({"reward": {"number": 0.5 * said.isdecimal(), "right": 0.5 * (said == task["label"])}}))
 
 
 main()

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 import aiohttp
+from pydantic_core import to_json
 
 from megatron_rl.engines.answers import EngineLoad, Generation, read_generation, read_load, read_version
 from megatron_rl.engines.engine import EngineAddress
@@ -324,7 +325,10 @@ class EngineClient:
         if self._sessions is None:
             raise EngineError(f"the client of {self.address.url} is not open; use it in an `async with` block")
         session = self._sessions[0] if pooled else self._sessions[1]
-        async with session.request(method, self.address.url + path, json=body) as response:
+        # As fast again as aiohttp's own encoder, with prompts of thousands of tokens on the event loop.
+        content = None if body is None else to_json(body, inf_nan_mode="constants")
+        headers = {} if body is None else {"Content-Type": "application/json"}
+        async with session.request(method, self.address.url + path, data=content, headers=headers) as response:
             content = await response.read()
         if response.status != 200:
             reason = f"{refusal(content)} (HTTP {response.status})"

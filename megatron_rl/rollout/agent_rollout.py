@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_rl.config.settings import RolloutSettings
 from megatron_rl.engines.sampling import Sampling
@@ -17,20 +17,26 @@ from megatron_rl.rollout.endpoint import Endpoint, Session
 from megatron_rl.rollout.environment_call import Answer
 from megatron_rl.rollout.environment_host import Environments, Home
 from megatron_rl.rollout.environment_rollout import EnvironmentRollout, Notes
+from megatron_rl.rollout.renderers import ChosenRenderer
 from megatron_rl.types import Prompt
-
-if TYPE_CHECKING:
-    from renderers import Renderer
 
 
 class AgentRollout(EnvironmentRollout):
     """A rollout, see `kinds.Rollout`, whose trajectories each have a fresh agent of `agents`, who asks `endpoint`."""
 
     def __init__(
-        self, settings: RolloutSettings, agents: Environments, renderer: "Renderer", *, must_reward: bool, endpoint: Endpoint, scratch: Path
+        self,
+        settings: RolloutSettings,
+        agents: Environments,
+        renderer: ChosenRenderer,
+        *,
+        must_reward: bool,
+        endpoint: Endpoint,
+        scratch: Path,
     ) -> None:
         super().__init__(settings, agents, renderer, must_reward=must_reward)
-        self._endpoint, self._scratch = endpoint, scratch
+        # A function is given the prompt itself.
+        self._endpoint, self._scratch = endpoint, scratch if settings.agent is not None and settings.agent.command else None
 
     async def _play(self, home: Home, conversation: Conversation, prompt: Prompt, sampling: Sampling) -> Notes:
         """Let the agent play. Raises TrajectoryError where it fails or asks nothing, and the error of an answer."""
@@ -57,7 +63,8 @@ class AgentRollout(EnvironmentRollout):
         """Return the agent's reply."""
         with _written(prompt, self._scratch) as path:
             url, key = self._endpoint.url, session.key
-            message = {"base_url": f"{url}/v1", "api_key": key, "variables": _variables(url, key) | {"MEGATRON_RL_PROMPT": str(path)}}
+            variables = {**_variables(url, key), "MEGATRON_RL_PROMPT": str(path)} if path else {}
+            message = {"base_url": f"{url}/v1", "api_key": key, "variables": variables}
             begun = await home.reset(prompt)
             if "cause" in begun:
                 return begun
@@ -80,8 +87,11 @@ def _variables(url: str, key: str) -> dict[str, str]:
 
 
 @contextmanager
-def _written(prompt: Prompt, scratch: Path) -> Iterator[Path]:
-    """Yield a file in `scratch` with the prompt in JSON."""
+def _written(prompt: Prompt, scratch: Path | None) -> Iterator[Path | None]:
+    """Yield a file in `scratch` with the prompt in JSON, None without `scratch`."""
+    if scratch is None:
+        yield None
+        return
     values = {name: getattr(prompt, name) for name in ("id", "messages", "text", "label", "metadata")}
     with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=scratch, suffix=".json") as file:
         json.dump(values, file, default=dict)

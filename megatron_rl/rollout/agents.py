@@ -88,14 +88,14 @@ class _Followed:
             sink.write(self.last[-1])
 
 
-def _reward_in(line: str) -> float | Mapping[str, float] | None:
-    """Return the reward in the last line of output; None for a line that is no number and no object."""
+def _reward_in(line: str) -> Mapping[str, float] | None:
+    """Return the reward in the last line of output, `{"reward": ..}`. None for any other: a harness may end with what it found."""
     try:
         value = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return _reward(value, owner="the last line of output") if is_number or isinstance(value, dict) else None
+    marked = isinstance(value, dict) and set(value) == {"reward"}
+    return _reward(value["reward"], owner="the last line of output") if marked else None
 
 
 def _reward(value: object, *, owner: str) -> Mapping[str, float]:

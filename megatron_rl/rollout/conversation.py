@@ -7,6 +7,7 @@ sample of one trajectory. Each sampled token is trained on in one of the samples
 Legend: P tokens before an answer, R tokens of an answer.
 """
 
+import asyncio
 import itertools
 import json
 from collections.abc import Mapping, Sequence
@@ -19,13 +20,17 @@ from megatron_rl.engines.answers import Generation
 from megatron_rl.engines.sampling import Sampling
 from megatron_rl.errors import TrajectoryError
 from megatron_rl.plugins.kinds import Generator
-from megatron_rl.rollout.renderers import REFUSALS, bridge, offered
+from megatron_rl.rollout.renderers import REFUSALS, ChosenRenderer, bridge, offered
 from megatron_rl.system.frozen_arrays import Candidates
 from megatron_rl.types import Ints, Message, Prompt, Sample, StopReason
 
 if TYPE_CHECKING:
     from renderers import Renderer
     from transformers import PreTrainedTokenizerBase
+
+
+LONG_CHARACTERS = 2**16
+"""Texts beyond become tokens in a thread."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,9 +70,10 @@ class Conversation:
     """Turns of one trajectory, answered by `generator`; `session` prefers one engine."""
 
     def __init__(
-        self, renderer: "Renderer", generator: Generator, *, tokenizer: "PreTrainedTokenizerBase", session: str | None = None
+        self, chosen: ChosenRenderer, generator: Generator, *, tokenizer: "PreTrainedTokenizerBase", session: str | None = None
     ) -> None:
-        self._renderer, self._generator, self._tokenizer, self._session = renderer, generator, tokenizer, session
+        self._chosen, self._renderer = chosen, chosen.renderer
+        self._generator, self._tokenizer, self._session = generator, tokenizer, session
         self.turns: list[Turn] = []
         self._num_calls = itertools.count()
 
@@ -82,7 +88,7 @@ class Conversation:
         `sampling.max_tokens` bounds the answer. A turn that ended without a stop is never extended.
         Raises TrajectoryError for messages that the template refuses.
         """
-        asked = self.rendered(messages, tools=tools)
+        asked = await self.rendered(messages, tools=tools)
         if len(asked.prompt_ids) >= self.context:
             return None
         turn = await self.answer(asked, sampling=sampling)
@@ -99,7 +105,7 @@ class Conversation:
         sampling = replace(sampling, max_tokens=max_tokens, stop=(*sampling.stop, *stop), stop_token_ids=stops)
         (generation,) = await self._generator.generate(asked.prompt_ids, sampling=sampling, session=self._session)
         if asked.is_text:
-            text = self._tokenizer.decode(generation.token_ids.tolist(), skip_special_tokens=True)
+            text = self._tokenizer.decode(generation.token_ids, skip_special_tokens=True)
             message: Message = {"role": "assistant", "content": text}
         else:
             message = self._read(generation, asked.prompt_ids, asked.tools)
@@ -108,8 +114,14 @@ class Conversation:
         message = {**message, "content": content[:found]}
         return Turn(asked.parent, asked.prompt_ids, generation, message, (*asked.history, _key(message)), ended_by)
 
-    def rendered(self, messages: Sequence[Message], *, tools: Sequence[Message] = ()) -> Asked:
+    async def rendered(self, messages: Sequence[Message], *, tools: Sequence[Message] = ()) -> Asked:
         """Return the request behind the deepest turn that `messages` extend. Raises TrajectoryError."""
+        # The event loop of all trajectories would stand still for seconds at a text of megabytes.
+        if sum(len(message.get("content") or "") for message in messages) > LONG_CHARACTERS:
+            return await asyncio.to_thread(self._asked, messages, tools)
+        return self._asked(messages, tools)
+
+    def _asked(self, messages: Sequence[Message], tools: Sequence[Message]) -> Asked:
         known = offered(tools)
         try:
             history = (_key({"tools": known}), *map(_key, messages))
@@ -117,9 +129,12 @@ class Conversation:
         except REFUSALS as error:
             raise TrajectoryError("template", f"the chat template refuses the messages: {type(error).__name__}: {error}") from error
 
-    def continued(self, text: str) -> Asked:
+    async def continued(self, text: str) -> Asked:
         """Return the request to continue `text`, behind the deepest turn whose whole text it begins with."""
-        begun = {turn: self._tokenizer.decode(turn.token_ids.tolist()) for turn in self.finished}
+        return await asyncio.to_thread(self._continued, text) if len(text) > LONG_CHARACTERS else self._continued(text)
+
+    def _continued(self, text: str) -> Asked:
+        begun = {turn: self._tokenizer.decode(turn.token_ids) for turn in self.finished}
         parent = max((turn for turn, each in begun.items() if text.startswith(each)), key=lambda turn: len(turn.token_ids), default=None)
         kept, rest = (np.empty(0, np.int64), text) if parent is None else (parent.token_ids, text[len(begun[parent]) :])
         ids = np.concatenate([kept, np.array(self._tokenizer.encode(rest, add_special_tokens=False), np.int64)])
@@ -139,18 +154,10 @@ class Conversation:
             between = bridge(self._renderer, turn.prompt_ids, turn.generation.token_ids, new, tools=tools)
             if between is not None:
                 return turn, np.concatenate([turn.token_ids, between])
-        ids = np.array(self._render(messages, tools=tools, add_generation_prompt=True), np.int64)
+        ids = np.array(_render(self._renderer, messages, tools=tools, add_generation_prompt=True), np.int64)
         # A template that changes nothing before the new messages keeps the tokens, too.
         kept = [turn for turn in finished if np.array_equal(ids[: len(turn.token_ids)], turn.token_ids)]
         return max(kept, key=lambda turn: len(turn.prompt_ids), default=None), ids
-
-    def _render(self, messages: Sequence[Message], *, tools: Any, add_generation_prompt: bool = False) -> list[int]:
-        """Return messages in tokens, with calls as text where the template refuses those that cannot be read."""
-        options = {"tools": tools, "add_generation_prompt": add_generation_prompt}
-        try:
-            return self._renderer.render_ids([dict(message) for message in messages], **options)
-        except REFUSALS:
-            return self._renderer.render_ids([_with_text(message) for message in messages], **options)
 
     def _read(self, generation: Generation, prompt_ids: Ints, tools: Any) -> Message:
         """Return the answer as a message; each call that cannot be read has its `error`."""
@@ -178,13 +185,10 @@ class Conversation:
         return message | ({"tool_calls": calls} if calls else {})
 
     def structure_difference(self, messages: Sequence[Message], *, tools: Sequence[Message]) -> str | None:
-        """Return the first difference between the markers of the last turn's tokens and those of rendered `messages`.
-
-        Markers are the tokenizer's added tokens but those of reasoning, which templates drop.
-        """
-        markers = {number: token.content for number, token in self._tokenizer.added_tokens_decoder.items() if "think" not in token.content}
+        """Return the first difference between the markers of the last turn's tokens and those of rendered `messages`."""
+        markers = self._chosen.markers
         try:
-            ids = self._render(messages, tools=offered(tools))
+            ids = _render(self._chosen.outline, messages, tools=offered(tools))
         except REFUSALS as error:
             return f"the chat template refuses the whole: {type(error).__name__}: {error}"
         needed = [markers[token] for token in ids if token in markers]
@@ -226,7 +230,7 @@ class Conversation:
             mask[span], log_probs[span], versions[span] = True, turn.generation.log_probs, turn.generation.weight_versions
             if turn.generation.candidates is not None:
                 candidates += [Candidates.none(begin - sum(map(len, candidates))), turn.generation.candidates]
-        text = self._tokenizer.decode(first.prompt_ids.tolist())
+        text = self._tokenizer.decode(first.prompt_ids)
         return Sample(
             group_id=prompt.id,
             index=index,
@@ -236,7 +240,7 @@ class Conversation:
             rollout_log_probs=log_probs,
             weight_versions=versions,
             stop_reason=last.generation.stop_reason,
-            response_text=self._tokenizer.decode(ids.tolist()),
+            response_text=self._tokenizer.decode(ids),
             routed_experts=last.generation.routed_experts,
             trajectory=trajectory,
             candidates=Candidates.joined(candidates) if candidates else None,
@@ -250,6 +254,15 @@ def _is_json(value: Any) -> bool:
     except (ValueError, RecursionError):
         return False
     return True
+
+
+def _render(renderer: "Renderer", messages: Sequence[Message], *, tools: Any, add_generation_prompt: bool = False) -> list[int]:
+    """Return messages in tokens, with calls as text where the template refuses those that cannot be read."""
+    options = {"tools": tools, "add_generation_prompt": add_generation_prompt}
+    try:
+        return renderer.render_ids([dict(message) for message in messages], **options)
+    except REFUSALS:
+        return renderer.render_ids([_with_text(message) for message in messages], **options)
 
 
 def _with_text(message: Message) -> dict[str, Any]:

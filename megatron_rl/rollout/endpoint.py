@@ -142,7 +142,24 @@ class Session:
                 "end it, or raise rollout.max_turns",
                 cause="budget",
             )
-        asked = self.rendered(request)
+        self._num_asked += request.count
+        work = _Work(digest, key, attempt, request, asyncio.create_task(self._answer(request)))
+        self._works.append(work)
+        work.task.add_done_callback(lambda task: self._ended(work))
+        return work
+
+    async def rendered(self, request: Request) -> Asked:
+        """Return the request in tokens. Raises RequestRefusal for one that the template refuses."""
+        if request.text is not None:
+            return await self.conversation.continued(request.text)
+        try:
+            return await self.conversation.rendered(request.messages, tools=request.tools)
+        except TrajectoryError as error:
+            raise RequestRefusal(str(error), cause=error.cause) from error
+
+    async def _answer(self, request: Request) -> Sequence[Turn]:
+        """Return the answers, all turns of the tree together; no turn where one is missing. Raises RequestRefusal."""
+        asked = await self.rendered(request)
         length, context = len(asked.prompt_ids), self.conversation.context
         if length >= context:
             raise RequestRefusal(
@@ -152,23 +169,6 @@ class Session:
                 cause="context",
             )
         self.num_overridden += bool(request.others)
-        self._num_asked += request.count
-        work = _Work(digest, key, attempt, request, asyncio.create_task(self._answer(asked, request)))
-        self._works.append(work)
-        work.task.add_done_callback(lambda task: self._ended(work))
-        return work
-
-    def rendered(self, request: Request) -> Asked:
-        """Return the request in tokens. Raises RequestRefusal for one that the template refuses."""
-        if request.text is not None:
-            return self.conversation.continued(request.text)
-        try:
-            return self.conversation.rendered(request.messages, tools=request.tools)
-        except TrajectoryError as error:
-            raise RequestRefusal(str(error), cause=error.cause) from error
-
-    async def _answer(self, asked: Asked, request: Request) -> Sequence[Turn]:
-        """Return the answers, all turns of the tree together; no turn where one is missing."""
         limit = self._sampling.max_tokens if request.max_tokens is None else min(request.max_tokens, self._sampling.max_tokens)
         sampling = replace(self._sampling, max_tokens=limit)
         turns = await together(self.conversation.answer(asked, sampling=sampling, stop=request.stop) for _ in range(request.count))
@@ -177,11 +177,13 @@ class Session:
         return turns
 
     def _ended(self, work: _Work) -> None:
-        """Take no turn of the budget for a request without an answer; a failure fails the trajectory."""
+        """Take no turn of the budget for a request without an answer. A failure fails the trajectory, a refusal is forgotten."""
         error = None if work.task.cancelled() else work.task.exception()
         if work.task.cancelled() or error is not None:
             self._num_asked -= work.request.count
-        if error is not None and not self.failed.done():
+        if isinstance(error, RequestRefusal):
+            self._works = [each for each in self._works if each is not work]
+        elif error is not None and not self.failed.done():
             self.failed.set_exception(error)
 
 
@@ -234,7 +236,7 @@ class Endpoint(AbstractAsyncContextManager["Endpoint", None]):
             # The trajectory may have ended meanwhile.
             session = self._session(request)
             if request.path.endswith("/count_tokens"):
-                return web.json_response({"input_tokens": len(session.rendered(session.read(dialect, body)).prompt_ids)})
+                return web.json_response({"input_tokens": len((await session.rendered(session.read(dialect, body))).prompt_ids)})
             return await self._answered(request, dialect, session.begin(dialect, body, request.headers, path=request.path))
         except RequestRefusal as refusal:
             if session is not None:
@@ -295,7 +297,10 @@ def _turns(work: _Work) -> Sequence[Turn]:
     """Return the answers. Raises RequestRefusal where there are none."""
     if work.task.cancelled():
         raise RequestRefusal("the trajectory of this key has ended", status=401, code="invalid_api_key")
-    if (error := work.task.exception()) is not None:
+    error = work.task.exception()
+    if isinstance(error, RequestRefusal):
+        raise error
+    if error is not None:
         raise RequestRefusal(f"the trajectory failed: {type(error).__name__}: {error}", status=500) from error
     return work.task.result()
 

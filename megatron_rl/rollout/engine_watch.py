@@ -31,6 +31,7 @@ def next_limit(limit: int, load: EngineLoad, *, floor: int, num_running: int, nu
     limit only as requests run, and a retraction is known from the late answer: so the limit grows, by
     a quarter of `floor`, and falls for retractions at turnovers alone, and a fall awaits that as few
     run. A steady engine below LOW_USE stays below SOFT_USE by one growth, so that the limit settles.
+    Below half of LOW_USE it doubles, to be there within a first step.
     """
     turnover = num_answers >= limit
     if load.kv_use > SOFT_USE or (turnover and num_retracted):
@@ -38,7 +39,8 @@ def next_limit(limit: int, load: EngineLoad, *, floor: int, num_running: int, nu
         # Few requests, as in a step's tail, say nothing about the limit.
         return max(floor, int(fallen)) if fallen <= num_running <= limit else limit
     grows = turnover and wanted and load.kv_use < LOW_USE and not load.num_waiting
-    return limit + max(1, floor // 4) if grows else limit
+    growth = limit if load.kv_use < LOW_USE / 2 else max(1, floor // 4)
+    return limit + growth if grows else limit
 
 
 class EngineWatch:

@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -220,7 +220,10 @@ def _serve(control: socket.socket, path: str, args: Mapping[str, Any], log_path:
     lead_session(log_path)
     make = load(path, kind="environment", args=args)
     tools = tools_of(environment_class(make))
-    # What is imported stays shared with the children.
+    call, prctl = EnvironmentCall(make, tools, shares_loop=False), ctypes.CDLL(None).prctl
+    used = int(Path("/proc/self/statm").read_text("ascii").split()[5]) * resource.getpagesize()
+    # What is imported stays shared with the children; every page that a child touches is copied.
+    gc.collect()
     gc.freeze()
     # What the module started on its import belongs to all.
     kept = {each.pid for each in psutil.Process().children()}
@@ -254,20 +257,18 @@ def _serve(control: socket.socket, path: str, args: Mapping[str, Any], log_path:
             pid = os.fork()
         if not pid:
             control.close()
-            _live(socket.socket(fileno=handles[0]), EnvironmentCall(make, tools, shares_loop=False))
+            _live(socket.socket(fileno=handles[0]), call, prctl=prctl, most_bytes=used + MEMORY_BYTES)
         children.add(pid)
         os.close(handles[0])
 
 
-def _live(connection: socket.socket, call: EnvironmentCall) -> NoReturn:
-    """Answer the driver's requests until the connection ends, in an environment's process."""
+def _live(connection: socket.socket, call: EnvironmentCall, *, prctl: Callable[..., int], most_bytes: int) -> NoReturn:
+    """Answer the driver's requests until the connection ends, in an environment's process of `most_bytes`."""
     try:
         os.setsid()
-        libc = ctypes.CDLL(None)
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        used = int(Path("/proc/self/statm").read_text("ascii").split()[5]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_DATA, (used + MEMORY_BYTES, used + MEMORY_BYTES))
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, most_bytes))
         with connection.makefile("rwb") as stream, asyncio.Runner() as runner:
             stream.write(b"%d\n" % os.getpid())
             stream.flush()

@@ -11,10 +11,10 @@ from megatron_rl.errors import TrajectoryError
 from megatron_rl.plugins.kinds import Generator
 from megatron_rl.rollout.conversation import Conversation
 from megatron_rl.rollout.environment_host import Environments, Home
+from megatron_rl.rollout.renderers import ChosenRenderer
 from megatron_rl.types import Prompt, Reward, RewardOutcome, Sample, StopReason
 
 if TYPE_CHECKING:
-    from renderers import Renderer
     from transformers import PreTrainedTokenizerBase
 
 
@@ -26,7 +26,7 @@ class EnvironmentRollout:
     `must_reward` is True without a reward function: a truncated trajectory without any then has 0.
     """
 
-    def __init__(self, settings: RolloutSettings, environments: Environments, renderer: "Renderer", *, must_reward: bool) -> None:
+    def __init__(self, settings: RolloutSettings, environments: Environments, renderer: ChosenRenderer, *, must_reward: bool) -> None:
         self._environments, self._renderer, self._must_reward = environments, renderer, must_reward
         self._max_turns, self._step_timeout_s = settings.max_turns, settings.step_timeout_s
 

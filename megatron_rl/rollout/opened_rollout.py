@@ -61,7 +61,7 @@ async def opened_rollout(
         path, args = "megatron_rl.rollout.agents:CommandAgent", {"command": list(agent.command)}
     assert path is not None, "an environment or an agent"
     with Environments(path, args, log_path=log_path) as environments:
-        renderer = choose_renderer(tokenizer, model_type=model_type, name=settings.renderer).renderer
+        renderer = choose_renderer(tokenizer, model_type=model_type, name=settings.renderer)
         if agent is None:
             yield EnvironmentRollout(settings, environments, renderer, must_reward=must_reward)
             return

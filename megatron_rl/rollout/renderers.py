@@ -4,7 +4,7 @@ The library `renderers` has the families. A renderer that agrees with the tokeni
 on PROBES is used, else the template: then a turn is a branch where it changes an earlier token.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -55,16 +55,52 @@ PROBES: tuple[tuple[Sequence[Mapping[str, Any]], bool], ...] = (
 """Conversations of which renderer and chat template make the same tokens; True: with a tool."""
 
 
+KEPT_TEXTS, KEPT_CHARACTERS = 512, 2**15
+"""Latest texts whose tokens are kept, and the longest of them."""
+
+
+class _KeepingTokenizer:
+    """A tokenizer for a renderer, with the tokens of recent texts: trajectories repeat those of their group and of earlier turns.
+
+    It cannot be called. So a renderer does not look for the message that each token comes from,
+    which takes longer than the tokens. With `only`, all other tokens are left out.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", *, only: Collection[int] | None = None) -> None:
+        self._tokenizer, self._only = tokenizer, only
+        self._kept = lru_cache(maxsize=KEPT_TEXTS)(self._encode)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "__call__":
+            raise AttributeError(name)
+        return getattr(self._tokenizer, name)
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Return the token ids of a part of a conversation."""
+        assert not add_special_tokens, "renderers write them themselves"
+        return list((self._kept if len(text) <= KEPT_CHARACTERS else self._encode)(text))
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        return tuple(ids if self._only is None else [token for token in ids if token in self._only])
+
+
 _NO_BRIDGE = "no renderer of its own: a turn is a branch wherever the chat template changes a token of the turns before"
 
 
 @dataclass(frozen=True, slots=True)
 class ChosenRenderer:
-    """A renderer by `name`, with its `note` on later turns and earlier reasoning, for --check."""
+    """A renderer by `name`, with its `note` on later turns and earlier reasoning, for --check.
+
+    `outline` renders the `markers` alone: the tokenizer's added tokens but those of reasoning,
+    which templates drop.
+    """
 
     name: str
     renderer: "Renderer"
     note: str
+    outline: "Renderer"
+    markers: Mapping[int, str]
 
 
 def choose_renderer(tokenizer: "PreTrainedTokenizerBase", *, model_type: str | None, name: str | None = None) -> ChosenRenderer:
@@ -75,14 +111,17 @@ def choose_renderer(tokenizer: "PreTrainedTokenizerBase", *, model_type: str | N
     # Imported here: half a second that runs without an environment need not wait for.
     from renderers import DefaultRendererConfig, config_from_name, create_renderer
 
+    markers = {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if "think" not in token.content}
+    keeping, outlining = _KeepingTokenizer(tokenizer), _KeepingTokenizer(tokenizer, only=markers)
     if name is None:
         for candidate in _NAMES.get(model_type or "", ()):
             try:
-                renderer = create_renderer(tokenizer, config_from_name(candidate))
+                renderer = create_renderer(keeping, config_from_name(candidate))
             except (ValueError, KeyError, TypeError, AssertionError):
                 continue  # a token of the family is missing
             if _agrees(renderer, tokenizer):
-                return ChosenRenderer(candidate, renderer, _note(renderer))
+                outline = create_renderer(outlining, config_from_name(candidate))
+                return ChosenRenderer(candidate, renderer, _note(renderer), outline, markers)
         if tokenizer.chat_template is None:
             raise UserError(
                 "the tokenizer has no chat template, which an environment's conversation needs; add one to the model's directory, or name "
@@ -92,13 +131,14 @@ def choose_renderer(tokenizer: "PreTrainedTokenizerBase", *, model_type: str | N
     try:
         # The template's own markers of calls are Hermes's in most families without a renderer.
         config = DefaultRendererConfig(tool_parser="qwen3", reasoning_parser="think") if name == "default" else config_from_name(name)
-        renderer = create_renderer(tokenizer, config)
+        renderer = create_renderer(keeping, config)
     except (ValueError, KeyError, TypeError, AssertionError) as error:
         raise UserError(
             f"rollout.renderer is {name!r}, which cannot be used with this tokenizer ({error}); name one of the library `renderers` for "
             "this model's family, or leave it out"
         ) from error
-    return ChosenRenderer(name, renderer, _NO_BRIDGE if name == "default" else _note(renderer))
+    note = _NO_BRIDGE if name == "default" else _note(renderer)
+    return ChosenRenderer(name, renderer, note, create_renderer(outlining, config), markers)
 
 
 def _agrees(renderer: "Renderer", tokenizer: "PreTrainedTokenizerBase") -> bool:

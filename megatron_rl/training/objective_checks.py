@@ -70,6 +70,11 @@ def check_batch(objective: Objective, batch: TrainBatch, *, rewards: Doubles, tr
             )
     if proximal != "recomputed" and batch.old_log_probs is not None:
         raise UserError(f"TrainBatch.old_log_probs has no effect with objective.proximal {proximal}; leave one of them out")
+    if proximal == "interpolated" and (newest := batch.weight_versions.max(initial=-1)) > batch.version:
+        raise UserError(
+            f"TrainBatch.version is {batch.version} and weight_versions reach {newest}, but objective.proximal interpolated takes the age "
+            "of each token from them; give the version of the weights before the step, as in dataclasses.replace(batch, version=..)"
+        )
     if batch.values is not None:
         _check_values(objective)
     if batch.advantages is not None:

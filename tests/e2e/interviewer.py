@@ -40,7 +40,7 @@ async def main() -> None:
     """Ask without further arguments, by what is in the environment."""
     task = json.loads(Path(os.environ["MEGATRON_RL_PROMPT"]).read_text("utf-8"))
     async with openai.AsyncOpenAI() as client:
-        print(json.dumps(await interview(client, list(task["messages"]))))
+        print(json.dumps({"reward": await interview(client, list(task["messages"]))}))
 
 
 if __name__ == "__main__":

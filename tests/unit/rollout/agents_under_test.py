@@ -84,7 +84,7 @@ def main(name: str) -> None:
         time.sleep(1000)
     client = openai.OpenAI()
     answer = client.chat.completions.create(model="policy", messages=task["messages"])
-    print(f"said {answer.choices[0].message.content}\n{task['metadata'].get('last', 1.5)}\n")
+    print(f"said {answer.choices[0].message.content}\n{task['metadata'].get('last', json.dumps({'reward': 1.5}))}\n")
 
 
 if __name__ == "__main__":

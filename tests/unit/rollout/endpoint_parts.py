@@ -103,7 +103,7 @@ async def served(
     )
     tokenizer = chat_tokenizer(template)
     policy = Gate(tokenizer, texts, context=context)
-    renderer = choose_renderer(tokenizer, model_type="qwen3").renderer
+    renderer = choose_renderer(tokenizer, model_type="qwen3")
     conversation = Conversation(renderer, policy, tokenizer=tokenizer, session="s")
     sampling = Sampling(max_tokens=max_tokens, stop_token_ids=(tokenizer.eos_token_id,))
     async with Endpoint(settings) as endpoint, endpoint.open(conversation, sampling) as session, aiohttp.ClientSession() as client:

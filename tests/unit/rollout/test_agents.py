@@ -163,8 +163,14 @@ def test_a_command_has_the_prompt_and_no_other_key(tmp_path: Path, monkeypatch: 
     assert not Path(variables["MEGATRON_RL_PROMPT"]).exists() and "said 4" in log.read_text()
 
 
-@pytest.mark.parametrize(("last", "value"), [('{"a": 1, "b": 0.5}', 1.5), ("-2", -2.0), ("null", None), ("done", None), ("true", None)])
-def test_the_last_line_is_the_reward(last: str, value: float | None) -> None:
+@pytest.mark.parametrize(
+    ("last", "value"),
+    [
+        ('{"reward": {"a": 1, "b": 0.5}}', 1.5), ('{"reward": -2}', -2.0), ("42", None), ('{"tokens": 42}', None), ("done", None),
+        ('{"reward": 1, "tokens": 42}', None),
+    ],
+)  # fmt: skip
+def test_a_marked_last_line_is_the_reward(last: str, value: float | None) -> None:
     (sample,) = play("ask", runs=True, must_reward=False, metadata={"last": last})
     assert (None if sample.reward is None else sample.reward.value) == value
 
@@ -173,7 +179,7 @@ def test_the_last_line_is_the_reward(last: str, value: float | None) -> None:
     ("name", "word"), [("status", "ended with status 3"), ("memory", "ended with status"), ("ask", "needs a number, or an object")]
 )
 def test_failures_of_commands_are_the_agents(name: str, word: str) -> None:
-    error = failure(name, runs=True, metadata={"last": '{"a": "1"}'})
+    error = failure(name, runs=True, metadata={"last": '{"reward": {"a": "1"}}'})
     assert error.cause == "agent" and word in str(error)
     assert name != "status" or "it went wrong" in error.trace
 

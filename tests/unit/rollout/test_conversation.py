@@ -24,7 +24,7 @@ class Talk:
     def __init__(self, texts: list[str], *, template: str = THINKING_TEMPLATE, context: int = 4096) -> None:
         self.tokenizer = chat_tokenizer(template)
         self.policy = Policy(self.tokenizer, texts, context=context)
-        renderer = choose_renderer(self.tokenizer, model_type="qwen3").renderer
+        renderer = choose_renderer(self.tokenizer, model_type="qwen3")
         self.conversation = Conversation(renderer, self.policy, tokenizer=self.tokenizer, session="s")
 
     def ask(self, *messages: Message, max_tokens: int = 200, tool: Message = TOOL) -> Turn:

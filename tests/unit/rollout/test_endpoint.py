@@ -4,6 +4,7 @@ import asyncio
 import gzip
 import json
 import socket
+import threading
 from typing import Any
 
 import aiohttp
@@ -16,6 +17,7 @@ from endpoint_parts import ADD, RETRY, USER, error_of, run, served, until
 from megatron_rl.engines.sampling import Sampling
 from megatron_rl.errors import EngineError
 from megatron_rl.rollout import endpoint as module
+from megatron_rl.rollout.renderers import _KeepingTokenizer
 from megatron_rl.rollout.sample_checks import check_samples
 from megatron_rl.types import Ints
 
@@ -404,5 +406,30 @@ def test_bytes_that_are_no_request_end_no_server() -> None:
                 async with one.client.post(f"{one.url}/v1/chat/completions", headers={"x": "y" * 100_000}) as response:
                     response.raise_for_status()
             assert (await one.chat())[0] == 200
+
+    run(work())
+
+
+def test_long_texts_become_tokens_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int] = []
+    encode = _KeepingTokenizer.encode
+    monkeypatch.setattr(
+        _KeepingTokenizer, "encode", lambda *given, **options: threads.append(threading.get_ident()) or encode(*given, **options)
+    )
+
+    async def work() -> None:
+        async with served(["A", "B"], context=2**18) as one:
+            for content, is_long in (("x" * 2**16, False), ("y" * (2**16 + 1), True)):
+                threads.clear()
+                status, body = await one.chat({"role": "user", "content": content})
+                assert status == 200 and body["usage"]["prompt_tokens"] > 2**16
+                # Answers are read on the loop.
+                assert (threads[0] != threading.get_ident()) is is_long
+            status, body = await one.post("/v1/completions", {"model": "policy", "prompt": "z" * 2**18})
+            assert error_of((status, body), "too long", "has 262144") == 400
+            # A refusal is forgotten: its key may be used again.
+            for number in range(2):
+                assert (await one.chat({"role": "user", "content": f"{number}" * 2**18}, headers={"idempotency_key": "k"}))[0] == 400
+            assert len(one.session.conversation.turns) == 2 and one.session.num_refused == 3
 
     run(work())

@@ -35,6 +35,9 @@ def test_the_first_limit_fits_at_the_longest_length() -> None:
     [
         (100, 0.59, {}, 105),
         (100, 0.59, {"floor": 2}, 101),
+        (100, 0.3, {}, 105),
+        (100, 0.29, {}, 200),
+        (100, 0.29, {"num_answers": 99}, 100),
         (100, 0.6, {}, 100),
         (100, 0.8, {}, 100),
         (100, 0.59, {"num_answers": 99}, 100),
@@ -106,6 +109,18 @@ def test_the_limit_settles_where_the_memory_is_used(mean_length: int, seed: int)
     # Few long requests make the use itself go up and down.
     assert min(late) > 0.4 * max(late) and min(limits) == FLOOR == limits[0]
     assert engine.retractions == 0
+
+
+def test_a_first_step_reaches_the_limit() -> None:
+    engine, num_answers = SimulatedEngine(seed=0), 0
+    for tick in range(6000):
+        before = engine._new["answers"]
+        engine.tick(150)
+        num_answers += (engine._new["answers"] - before) if engine.limit < 150 else 0
+        if tick % 5 == 0:
+            engine.look()
+    # Of 190 in the end.
+    assert engine.limit > 150 and num_answers < 256
 
 
 def test_the_limit_follows_longer_and_shorter_responses() -> None:
@@ -188,12 +203,12 @@ def test_limits_follow_each_engine_by_itself() -> None:
         assert pool.has_waiting and [pool.running(client) for client in (hard, idle)] == [40, 40]  # type: ignore[arg-type]
         idle.served.update(answers=40, retractions=0)
         await watch.look()
-        assert [pool.limit(client) for client in (hard, idle)] == [28, 45]  # type: ignore[arg-type]
+        assert [pool.limit(client) for client in (hard, idle)] == [28, 80]  # type: ignore[arg-type]
         await asyncio.sleep(0)
         assert not pool.has_waiting and pool.running(idle) == 41  # type: ignore[arg-type]
         await watch.look()
-        assert [pool.limit(client) for client in (hard, idle)] == [28, 45]  # type: ignore[arg-type]
-        assert metric_values(watch.metrics())["engine/request_limit"] == 36.5
+        assert [pool.limit(client) for client in (hard, idle)] == [28, 80]  # type: ignore[arg-type]
+        assert metric_values(watch.metrics())["engine/request_limit"] == 54
         for task in held:
             task.cancel()
         await asyncio.wait(held)
@@ -214,7 +229,7 @@ def test_a_turnover_counts_once() -> None:
             client.served.update(answers=num_answers)
             await watch.look()
             limits.append(pool.limit(client))  # type: ignore[arg-type]
-        assert limits == [FLOOR, FLOOR, FLOOR + 5]
+        assert limits == [FLOOR, FLOOR, 2 * FLOOR]
         for task in held:
             task.cancel()
         await asyncio.wait(held)

@@ -210,3 +210,16 @@ def test_returns_that_would_end_within_a_trajectory_are_refused(objective: Objec
     else:
         with pytest.raises(UserError, match=refused):
             check_batch(objective, batch, rewards=batch.rewards, trajectory_ids=batch.trajectory_ids)
+
+
+def test_ages_need_the_version_before_the_step() -> None:
+    objective = Objective.of(proximal="interpolated", off_policy={"mode": "truncate", "high": 2.0})
+    batch = make_batch()
+    batch = dataclasses.replace(
+        batch, rollout_log_probs=np.zeros(len(batch.tokens)), weight_versions=np.full(len(batch.tokens), 3), old_log_probs=None
+    )
+    known = {"rewards": batch.rewards, "trajectory_ids": batch.trajectory_ids}
+    with pytest.raises(UserError, match=r"TrainBatch\.version is 0 and weight_versions reach 3.*dataclasses\.replace"):
+        check_batch(objective, batch, **known)
+    check_batch(objective, dataclasses.replace(batch, version=3), **known)
+    check_batch(Objective(), batch, **known)
