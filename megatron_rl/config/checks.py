@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_rl.algorithms.objective import Advantages
+from megatron_rl.config.data_settings import DataSettings
 from megatron_rl.config.derived import CANDIDATES_LIMIT, MOST_CANDIDATES
 from megatron_rl.config.eval_sets import EvalSettings
 from megatron_rl.config.order import FirstComplete
 from megatron_rl.config.section import MAX_INTEGER
 from megatron_rl.config.settings import (
     CriticSettings,
-    DataSettings,
     ModelSettings,
     RolloutSettings,
     RuntimeSettings,

@@ -3,7 +3,8 @@
 import json
 from typing import Any
 
-from megatron_rl.config.settings import DataSettings, RewardSettings, RolloutSettings
+from megatron_rl.config.data_settings import DataSettings
+from megatron_rl.config.settings import RewardSettings, RolloutSettings
 from megatron_rl.data.buffer import Buffer, BufferCounts
 from megatron_rl.data.source import PromptSource
 from megatron_rl.errors import UserError, counted

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 import pyarrow
 import pyarrow.parquet
 
-from megatron_rl.config.settings import DataFiles, DataSettings
+from megatron_rl.config.data_settings import DataFiles, DataSettings
 from megatron_rl.errors import UserError, counted
 from megatron_rl.types import Message
 

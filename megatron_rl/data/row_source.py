@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.config.settings import DataFiles, DataSettings
+from megatron_rl.config.data_settings import DataFiles, DataSettings
 from megatron_rl.data.row_files import Row, check_row, data_paths, read_rows
 from megatron_rl.errors import UserError, counted
 from megatron_rl.plugins.kinds import KINDS, DataSource

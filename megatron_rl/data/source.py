@@ -12,8 +12,8 @@ import numpy as np
 from jinja2 import Environment, TemplateError
 from jinja2.meta import find_undeclared_variables
 
+from megatron_rl.config.data_settings import DataFiles, DataSettings
 from megatron_rl.config.eval_sets import EvalSet
-from megatron_rl.config.settings import DataFiles, DataSettings
 from megatron_rl.data.row_files import Row
 from megatron_rl.data.row_source import FileRows, NamedRow, OwnRows
 from megatron_rl.data.tokenizer import load_tokenizer, unknown_id, vocabulary_size

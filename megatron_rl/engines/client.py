@@ -107,7 +107,11 @@ class EngineClient:
                 await asyncio.shield(aborting)
             raise
         try:
-            shape: dict[str, Any] = {"prompt_length": len(prompt), "mixture": self.address.mixture, "with_candidates": sampling.records_candidates}
+            shape: dict[str, Any] = {
+                "prompt_length": len(prompt),
+                "mixture": self.address.mixture,
+                "with_candidates": sampling.records_candidates,
+            }
             read = tuple(read_generation(each, **shape) for each in answers)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             form = f"{type(error).__name__}: {error}"

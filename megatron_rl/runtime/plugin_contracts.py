@@ -21,7 +21,8 @@ from megatron_rl.algorithms.objective import Objective
 from megatron_rl.algorithms.plug_in import PlugInAdvantage, PlugInLoss
 from megatron_rl.algorithms.policy_loss import PolicyTerms
 from megatron_rl.check import Check
-from megatron_rl.config.settings import AgentSettings, DataSettings, FilterSettings, RewardSettings, RolloutSettings
+from megatron_rl.config.data_settings import DataSettings
+from megatron_rl.config.settings import AgentSettings, FilterSettings, RewardSettings, RolloutSettings
 from megatron_rl.data.row_files import Row
 from megatron_rl.data.row_source import OwnRows
 from megatron_rl.data.tokenizer import load_tokenizer, model_type

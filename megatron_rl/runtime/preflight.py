@@ -19,10 +19,10 @@ import torch
 from megatron_rl.algorithms.objective import Objective
 from megatron_rl.algorithms.plug_in import PlugInAdvantage, PlugInLoss
 from megatron_rl.config.checks import gpu_contradictions, setting_notes
+from megatron_rl.config.data_settings import DataSettings
 from megatron_rl.config.eval_sets import EvalSettings
 from megatron_rl.config.messages import joined_error
 from megatron_rl.config.settings import (
-    DataSettings,
     ModelSettings,
     RewardSettings,
     RolloutSettings,

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from megatron_rl.config.settings import DataFiles, DataSettings
+from megatron_rl.config.data_settings import DataFiles, DataSettings
 from megatron_rl.data import source as source_module
 from megatron_rl.data.row_source import OwnRows
 from megatron_rl.data.source import PromptSource
