@@ -36,7 +36,7 @@ def test_a_run_with_an_environment(interviews: Path) -> None:
 def test_a_run_with_agents(chat_task: Path, tmp_path: Path, start: Callable[..., Any], form: str) -> None:
     seen = tmp_path / "url"
     program = f"command: [{sys.executable}, tests/e2e/interviewer.py], max_processes: 3"
-    agent = {"command": f"{{{program}}}", "function": "{function: tests.e2e.interviewer:play}"}[form]
+    agent = {"command": f"{{{program}}}", "function": "{function: tests.e2e.interviewer:play, sampling: override}"}[form]
     given = chat_arguments(chat_task, tmp_path / "run", "rollout.max_turns=8", rollout=f"rollout.agent={agent}")
     given += [f"rollout.args={{seen: {seen}}}", "rollout.sampling.top_p=0.9"] * (form == "function")
     checked = start(*given, "--check")
@@ -57,6 +57,8 @@ def test_a_run_with_agents(chat_task: Path, tmp_path: Path, start: Callable[...,
     for step in (1, 2):
         row = steps[step]
         assert (row["rollout/failures"], row["rollout/refused_requests"], row["rollout/turns"]) == (0, 0, 5)
+        # Model and temperature of the one request in the other dialect.
+        assert row["rollout/overridden_requests"] == (8 if form == "function" else 0)
         assert row["train/log_prob_diff"] <= 1e-4 and ("train/candidates" in row) == (form == "function")
         assert row["rollout/samples_per_trajectory"] > 1 and row["rollout/reward_component/summary"] > 0
     with sqlite3.connect(tmp_path / "run" / "buffer.sqlite") as connection:

@@ -6,7 +6,6 @@ made twice or too old.
 """
 
 import contextlib
-import io
 import random
 import re
 import signal
@@ -23,6 +22,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import safetensors.numpy
 from safetensors.numpy import load_file
 from small_run import chat_arguments, metrics, rl_arguments
 
@@ -301,14 +301,22 @@ def test_a_kill_inside_a_group_costs_only_unfinished_answers(task: Path, tmp_pat
     assert answers_of(directory) == {}
 
 
+AGENT = "rollout.agent={function: tests.e2e.interviewer:ask_in_turn}"
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("turn", [1, 2])
+@pytest.mark.parametrize(("turn", "form"), [(1, "environment"), (2, "environment"), (2, "agent")])
 def test_a_run_killed_between_turns_is_the_run_that_was_not(
-    chat_task: Path, interviews: Path, tmp_path: Path, start: Callable[..., Any], turn: int
+    chat_task: Path, request: pytest.FixtureRequest, tmp_path: Path, start: Callable[..., Any], finish: Any, turn: int, form: str
 ) -> None:
-    """The environment begins anew and says the same, so that no finished answer is asked for again."""
-    directory = tmp_path / "run"
-    command = (*chat_arguments(chat_task, directory, "rollout.args={seconds: 2}"), "--resume")
+    """Environment or agent begins anew and says the same, so that no finished answer is asked for again."""
+    directory, whole = tmp_path / "run", tmp_path / "whole"
+    if form == "agent":
+        arguments = partial(chat_arguments, rollout=AGENT)
+        finish(tmp_path / "output.txt", *arguments(chat_task, whole))
+    else:
+        arguments, whole = chat_arguments, request.getfixturevalue("interviews")
+    command = (*arguments(chat_task, directory, "rollout.args={seconds: 2}"), "--resume")
     run, num_kept = start(*command), 0
     deadline = time.monotonic() + WAIT_S
     # One answer of a turn, and all 8 of each turn before.
@@ -324,9 +332,9 @@ def test_a_run_killed_between_turns_is_the_run_that_was_not(
     num_kept, before = sum(map(len, answers_of(directory).values())), num_requests(directory)
     again = start(*command)
     assert again.wait() == 0, again.output
-    assert_same_run(directory, interviews)
-    turns = [round(8 * metrics(interviews)[step]["rollout/turns"]) for step in (1, 2)]
-    num_others = num_requests(interviews) - sum(turns)
+    assert_same_run(directory, whole)
+    turns = [round(8 * metrics(whole)[step]["rollout/turns"]) for step in (1, 2)]
+    num_others = num_requests(whole) - sum(turns)
     num_again = num_requests(directory) - before - num_others
     print(f"killed in turn {turn} of step 2: of {turns[1]} answers {num_kept} were kept and {num_again} asked for after the resume")
     assert num_again == turns[1] - num_kept
@@ -342,6 +350,5 @@ def answers_of(directory: Path) -> dict[str, list[bytes]]:
     with sqlite3.connect(f"file:{directory}/buffer.sqlite?mode=ro", uri=True) as buffer:
         found: dict[str, list[bytes]] = {}
         for group, content in buffer.execute("SELECT group_id, content FROM answers"):
-            with np.load(io.BytesIO(content)) as arrays:
-                found.setdefault(group, []).append(arrays["token_ids"].astype("<i4").tobytes())
+            found.setdefault(group, []).append(safetensors.numpy.load(content)["token_ids"].astype("<i4").tobytes())
     return found

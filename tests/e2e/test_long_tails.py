@@ -70,3 +70,21 @@ def test_first_complete_groups_are_never_too_old(task: Path, tmp_path: Path, sta
     assert all(versions.min() >= step - 2 for step, _, versions, _ in rows)
     assert {len(ids) for *_, ids in rows} >= {8, BUDGET}
     assert all(metrics(directory)[step]["rollout/renewed_groups"] == 0 for step in range(1, NUM_STEPS + 1))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_forecast_fills_steps_with_groups_that_teach(task: Path, tmp_path: Path, start: Callable[..., Any]) -> None:
+    directory = tmp_path / "run"
+    overrides = ("reward.function=tests.e2e.one_by_one:coarse_score", "objective.zero_variance=resample", "run.num_steps=3")
+    run = start(*rl_arguments(task, directory, *overrides, "rollout.sampling.max_response_tokens=8"))
+    assert run.wait(600) == 0, run.output
+    with sqlite3.connect(f"file:{directory}/buffer.sqlite?mode=ro", uri=True) as connection:
+        query = (
+            "SELECT consumed_step, sum(trained), count(*), group_concat(DISTINCT rejection) FROM groups WHERE state = 'consumed' GROUP BY 1"
+        )
+        steps = {step: found for step, *found in connection.execute(f"{query} ORDER BY 1")}
+    assert [steps[step][0] for step in (1, 2, 3)] == [16, 16, 16]
+    assert any(num_all > 16 for _, num_all, _ in steps.values()), "every group had a signal"
+    assert {reason for *_, reason in steps.values()} <= {None, "no signal (objective.zero_variance)"}
+    assert all("rollout/surplus_groups" in metrics(directory)[step] for step in (1, 2, 3))

@@ -429,7 +429,8 @@ def test_long_texts_become_tokens_beside_the_loop(monkeypatch: pytest.MonkeyPatc
             assert error_of((status, body), "too long", "has 262144") == 400
             # A refusal is forgotten: its key may be used again.
             for number in range(2):
-                assert (await one.chat({"role": "user", "content": f"{number}" * 2**18}, headers={"idempotency_key": "k"}))[0] == 400
+                answer = await one.chat({"role": "user", "content": f"{number}" * 2**18}, headers={"idempotency_key": "k"})
+                assert error_of(answer, "too long") == 400
             assert len(one.session.conversation.turns) == 2 and one.session.num_refused == 3
 
     run(work())
