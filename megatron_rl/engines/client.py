@@ -107,12 +107,8 @@ class EngineClient:
                 await asyncio.shield(aborting)
             raise
         try:
-            shape: dict[str, Any] = {
-                "prompt_length": len(prompt),
-                "mixture": self.address.mixture,
-                "with_candidates": sampling.records_candidates,
-            }
-            read = tuple(read_generation(each, **shape) for each in answers)
+            mixture, recorded = self.address.mixture, sampling.records_candidates
+            read = tuple(read_generation(each, prompt_length=len(prompt), mixture=mixture, with_candidates=recorded) for each in answers)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             form = f"{type(error).__name__}: {error}"
             raise EngineError(f"the engine at {self.address.url} gave an answer of another form than SGLang's ({form})") from error
