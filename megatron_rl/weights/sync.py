@@ -85,7 +85,9 @@ class WeightSync:
     async def give_up(self, clients: Iterable[EngineClient]) -> None:
         """Close the engines' end, also in the middle of a sync, by `clients` of them, where the ranks are gone."""
         connection, self._connection = self._connection, None
-        for client in clients if connection is not None else ():
+        if connection is None:
+            return
+        for client in clients:
             for call in (client.end_weight_update(), connection.transport.disconnect(client)):
                 # Neither an update in progress nor the connection of an engine that has come since.
                 with contextlib.suppress(EngineError):
