@@ -98,7 +98,7 @@ class WeightSync:
         for client in clients:
             for call in (client.end_weight_update(), connection.transport.disconnect(client)):
                 # Neither an update in progress nor the connection of an engine that has come since.
-                with contextlib.suppress(EngineError):
+                with contextlib.suppress(EngineError, DeadlineError):
                     await call
 
     async def run(self, *, version: int) -> dict[str, Metric]:

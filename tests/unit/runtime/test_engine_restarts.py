@@ -97,3 +97,5 @@ def test_engines_that_serve_go_on_and_dead_ones_start_with_new_ranks(monkeypatch
     first = group._watches[0]
     group.watch(0, goes_on=lambda error: True)
     assert group._watches[0] is first
+    group.watch(1, goes_on=lambda error: True)
+    assert not group._watches[1].done(), "another engine is watched by another call"
