@@ -67,17 +67,11 @@ def print_results(results: Mapping[str, Sequence[SetResult]]) -> None:
     """Print the estimates of each set with intervals, or of several models a table of values, and the files."""
     console = Console(highlight=False, markup=False, soft_wrap=True)
     for of_set in zip(*results.values(), strict=True):
-        names = list(dict.fromkeys(key for result in of_set for key in result.estimates))
-        table = Table("model", *names)
-        for model, result in zip(results, of_set, strict=True):
-            values = {key: f"{estimate.value:.4f}" for key, estimate in result.estimates.items()}
-            table.add_row(model, *(values.get(name, "") for name in names))
-        first = of_set[0]
-        if len(of_set) > 1:
-            console.print(first.name, table)
-        else:
-            console.print(f"{first.name}: value [95 % interval over prompts] of denominator")
-            console.print("\n".join(f"  {key:<16} {estimate}" for key, estimate in first.estimates.items()))
+        first, num_models = of_set[0], len(of_set)
+        table = Table(first.name, *(results if num_models > 1 else ["value [95 % interval over prompts] of denominator"]))
+        for key in dict.fromkeys(key for result in of_set for key in result.estimates):
+            found = [result.estimates.get(key) for result in of_set]
+            table.add_row(key, *("" if one is None else f"{one.value:.4f}" if num_models > 1 else str(one) for one in found))
+        console.print(table)
         for result in of_set:
-            failed = "".join(f"; {count} failed: {cause}" for cause, count in result.failures.items())
-            console.print(f"{result.path}{failed}")
+            console.print(f"{result.path}{result.failed}")

@@ -35,11 +35,12 @@ Ask = Callable[..., Awaitable[Group]]
 
 @dataclass(frozen=True, slots=True)
 class SetResult:
-    """The estimates of one set, by name; `failures` counts the failed answers by cause."""
+    """The estimates of one set, by name; `failures` counts the failed answers by cause, with the most frequent message."""
 
     name: str
     estimates: Mapping[str, Estimate]
     failures: Mapping[str, int]
+    message: str
     path: Path
 
     @property
@@ -48,9 +49,14 @@ class SetResult:
         return {f"eval/{self.name}/{name}": Last(estimate.value) for name, estimate in self.estimates.items()}
 
     def __str__(self) -> str:
-        failed = "; failed: " + ", ".join(f"{count} {cause}" for cause, count in self.failures.items()) if self.failures else ""
         main = next((name for name in ("accuracy", "reward") if name in self.estimates), None)
-        return f"{self.name}: {'no answer was scored' if main is None else f'{main} {self.estimates[main]}'}{failed}"
+        return f"{self.name}: {'no answer was scored' if main is None else f'{main} {self.estimates[main]}'}{self.failed}"
+
+    @property
+    def failed(self) -> str:
+        """Return the failures in words, nothing without any."""
+        counts = ", ".join(f"{count} {cause}" for cause, count in self.failures.items())
+        return f"; failed: {counts}, most often: {self.message}" if counts else ""
 
 
 class Evaluator:
@@ -124,7 +130,8 @@ class Evaluator:
         all_answers = [found[prompt.id] for prompt in prompts]
         estimated = await asyncio.to_thread(estimates, all_answers, num_samples=samples, seed=self._seed)
         made = [version for answers in all_answers for answer in answers for version in answer.weight_versions]
-        failures = Counter(answer.cause for answers in all_answers for answer in answers if answer.cause is not None)
+        failed = [(answer.cause, answer.message) for answers in all_answers for answer in answers if answer.cause is not None]
+        failures, messages = Counter(cause for cause, _ in failed), Counter(message.partition("\n")[0] for _, message in failed)
         file.finish({
             "confidence": CONFIDENCE,
             "estimates": {key: asdict(estimate) for key, estimate in estimated.items()},
@@ -132,7 +139,7 @@ class Evaluator:
             "weight_versions": [min(made), max(made)] if made else [],
             "seconds": round(time.monotonic() - begin_s, 3),
         })  # fmt: skip
-        return SetResult(name, estimated, failures, file.result)
+        return SetResult(name, estimated, failures, next((message for message, _ in messages.most_common(1)), ""), file.result)
 
     def _facts_of(self, name: str) -> dict[str, Any]:
         """Return what the answers of a set depend on, besides the weights."""

@@ -56,7 +56,10 @@ def reward_log(directory: Path) -> Path:
 
 
 class RolloutManager:
-    """Makes the samples of a run on the engines that have joined; made by `open`."""
+    """Makes the samples of a run on the engines that have joined; made by `open`.
+
+    `scores` are the reward functions of the sets of held-out prompts with one of their own.
+    """
 
     def __init__(
         self,
@@ -70,8 +73,7 @@ class RolloutManager:
         connections: AsyncExitStack,
         say: Callable[[str], None],
     ) -> None:
-        self.prompts, self._settings, self._buffer, self._connections = prompts, settings, buffer, connections
-        self._scores = scores  # of the sets with a reward function of their own
+        self.prompts, self._settings, self._buffer, self._connections, self._scores = prompts, settings, buffer, connections, scores
         max_tokens = settings.training.max_tokens_per_micro_batch * settings.training.topology.cp
         self.pool, self._watch = watched_pool(settings.rollout, longest_turn=settings.longest_sequence, max_tokens=max_tokens)
         self._maker = GroupMaker(

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from manager_parts import GREEDY_LOG_PROB, Client, Engine, UnequalRewards, opene
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.source import RunPrompts
 from megatron_rl.evaluation import graded_answers
+from megatron_rl.evaluation.estimates import Estimate
+from megatron_rl.evaluation.eval_words import print_results
 from megatron_rl.evaluation.evaluator import SetResult
 from megatron_rl.evaluation.graded_answers import Answer, AnswerFile, answers_of, read_answers
 from megatron_rl.observe.metrics import check_metrics
@@ -60,6 +63,7 @@ def test_each_set_has_its_sampling_and_every_answer_is_kept(
     check_metrics(many.metrics)
     assert (greedy.estimates["accuracy"].value, many.estimates["accuracy"].value) == (1.0, pytest.approx(1 / 3))
     assert (many.estimates["failed"].value, many.failures) == (0.25, {"reward_timeout": 3})
+    assert many.failed == "; failed: 3 reward_timeout, most often: too late" and not greedy.failed
     assert many.estimates["pass@2"].value == pytest.approx(2 / 3) and "pass@4" not in many.estimates
     kept = read_answers(tmp_path / "e" / "many.jsonl")
     assert len(kept) == 12 and {answer.prompt_id for answer in kept} == {"many-0", "many-1", "many-2"}
@@ -151,3 +155,15 @@ def test_a_kill_leaves_no_answers_beside_the_facts_of_others(tmp_path: Path, mon
         AnswerFile(tmp_path / "a.jsonl", facts={"steps": 2}, num_samples=1, goes_on=True)
     monkeypatch.setattr(graded_answers, "write_atomic", write)
     assert AnswerFile(tmp_path / "a.jsonl", facts={"steps": 2}, num_samples=1, goes_on=True).kept == {}
+
+
+def test_results_of_one_model_and_of_several(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    def result(value: float, **failures: int) -> list[SetResult]:
+        return [SetResult("a", {"accuracy": Estimate(value, 0.1, 0.9, 7, "prompts")}, failures, "gone", tmp_path / "a.json")]
+
+    print_results({"m": result(0.5, rollout_error=2)})
+    alone = capsys.readouterr().out
+    assert "0.5000  [0.1000, 0.9000]  of 7 prompts" in alone and "a.json; failed: 2 rollout_error, most often: gone" in alone
+    print_results({"m": result(0.5), "n": result(0.25)})
+    [row] = [line for line in capsys.readouterr().out.splitlines() if "accuracy" in line]
+    assert re.findall(r"[\w.]+", row) == ["accuracy", "0.5000", "0.2500"]

@@ -100,7 +100,7 @@ class Evaluations:
         accuracy = Estimate(sum(call[0] == "train" for call in self.calls) / 10, 0.0, 1.0, 4, "prompts")
         self.calls.append(("evaluate", directory.name, goes_on))
         await asyncio.to_thread(self.may_end.wait)
-        return [SetResult(name, {"accuracy": accuracy}, {}, directory) for name in names]
+        return [SetResult(name, {"accuracy": accuracy}, {}, "", directory) for name in names]
 
 
 class Sync:
