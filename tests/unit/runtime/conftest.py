@@ -72,7 +72,7 @@ def make_run(tmp_path: Path, calls: Calls, watchdog: Watchdog, tiny_model: Calla
         if source is not None:
             return SupervisedRun(settings, source=source, ranks=ranks, records=records)
         manager: Any = Manager(calls, held_out=held_out, fails_at=fails_at, error=error)
-        sync: Any = Sync(calls)
+        sync: Any = Sync(calls, manager)
         return RolloutRun(
             settings, manager=manager, sync=sync, dtype="float32", watchdog=watchdog, devices=devices, ranks=ranks, records=records
         )

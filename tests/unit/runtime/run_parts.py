@@ -1,6 +1,6 @@
 """Stand-ins of what a run asks: engines and ranks that note the calls."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +17,7 @@ from megatron_rl.observe.metrics import Last, Metric, Sum
 from megatron_rl.runtime.colocation import Phase
 from megatron_rl.runtime.run import Run
 from megatron_rl.types import Floats, Ints, Prompt, Reward, RewardOutcome, Sample, StopReason, TrainBatch
+from megatron_rl.weights.sync import Prove
 
 Calls = list[tuple[Any, ...]]
 
@@ -53,6 +54,10 @@ class Manager:
         self.calls.append(("probe",))
         return (Generation(np.array([2]), np.full(1, self.log_prob, np.float32), np.zeros(1, np.int64), StopReason.STOP),) * num_samples
 
+    async def score(self, sequences: Sequence[Ints]) -> list[Floats]:
+        self.calls.append(("score", len(sequences)))
+        return [np.full(len(ids), self.log_prob, np.float32) for ids in sequences]
+
     async def checksums(self) -> dict[str, str]:
         # As many answers as there may be questions: before the first sync, after it, after the reading.
         self._head, head = {"made up": "synced"}.get(self._head, str(self.read)), self._head
@@ -88,11 +93,13 @@ class Manager:
 class Sync:
     """The way of the weights to the engines."""
 
-    def __init__(self, calls: Calls) -> None:
-        self.calls = calls
+    def __init__(self, calls: Calls, manager: Manager) -> None:
+        self.calls, self._manager = calls, manager
 
-    async def run(self, *, version: int) -> dict[str, Metric]:
+    async def run(self, *, version: int, prove: Prove | None = None) -> dict[str, Metric]:
         self.calls.append(("publish", version))
+        if prove is not None:
+            await prove(self._manager.pool.membership.members)
         return {"weights/version": Last(version)}
 
 
@@ -112,8 +119,8 @@ class Ranks:
         return [{"train/loss": Last(1.0 - step / 10), "train/num_tokens": Sum(8)}]
 
     def log_probs(self, batch: TrainBatch, *, temperature: float) -> Floats:
-        assert temperature == 0.8
-        self.calls.append(("parity",))
+        # Of the run, of scores, and those of a derivative.
+        self.calls += {0.8: [("parity",)], 1.0: [("expect",)]}.get(temperature, [])
         return np.zeros(len(batch.tokens), np.float32)
 
     def call(self, method: str, *args: Any, **keywords: Any) -> list[Any]:
