@@ -47,8 +47,7 @@ REPLAYED = Limits(median=0.05, outlier=0.5, share=0.1)
 ROUTED = Limits(median=0.1, outlier=2.0, share=0.2)
 """In bfloat16, temperature 1. Published means on sampled tokens of healthy runs: dense 0.005 (32B) and 0.011 (Qwen3-4B, slime with
 SGLang); with routing replay 0.041 (DeepSeek-V4-Flash); without 0.14 to 0.34 (Qwen3-30B-A3B). By Markov's inequality no run of such a
-mean has a larger share of outliers. Medians lie below means: 0.028, 0.015 and 0.021 of random models of 8 layers on a CPU, where means are
-0.034, 0.017 and 0.035.
+mean has a larger share of outliers. weights/PARITY.md has what healthy models and broken ones give on a CPU.
 """
 
 

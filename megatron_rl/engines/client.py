@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 import aiohttp
+import numpy as np
 from pydantic_core import to_json
 
 from megatron_rl.engines.answers import EngineLoad, Generation, read_generation, read_load, read_version
@@ -23,7 +24,7 @@ from megatron_rl.engines.sampling import Sampling
 from megatron_rl.engines.server_args import COMPARING_LOADER
 from megatron_rl.errors import DeadlineError, EngineError, EngineRefusal, UserError
 from megatron_rl.system.deadlines import ENGINE_ABORT_S, ENGINE_CONTROL_S, ENGINE_LOAD_S
-from megatron_rl.types import Ints
+from megatron_rl.types import Floats, Ints
 
 Result = TypeVar("Result")
 EnginePart = Literal["weights", "kv_cache", "cuda_graph"]  # parts of an engine's GPU memory, by SGLang's names
@@ -121,6 +122,29 @@ class EngineClient:
             cached_tokens = meta.get("cached_tokens", 0)
             self.served.update(answers=1, prompt_tokens=len(prompt), cached_tokens=cached_tokens, retractions=retractions)
         return read
+
+    async def score(self, sequences: Sequence[Ints]) -> list[Floats]:
+        """Return log-probs [n], nats at temperature 1, of every token of each sequence [n]; 0 for its first.
+
+        The tokens go through the prompt phase, past all cached prefixes; none is generated.
+        """
+        body = {
+            "input_ids": [ids.tolist() for ids in sequences],
+            "sampling_params": {"temperature": 1.0, "max_new_tokens": 0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        answers = await self._call("POST", "/generate", body, timeout_s=self._request_timeout_s, attempts=MAX_ATTEMPTS)
+        try:
+            scored = [answer["meta_info"]["input_token_logprobs"] for answer in answers]
+            # SGLang names the last token of the vocabulary 0 here, beside its own log-prob.
+            last = self.address.vocab_size - 1
+            if [[token for _, token, *_ in entries] for entries in scored] != [np.where(ids == last, 0, ids).tolist() for ids in sequences]:
+                raise ValueError("other tokens than it was given")
+            return [np.array([0.0, *(value for value, *_ in entries[1:])], np.float32) for entries in scored]
+        except (KeyError, TypeError, ValueError) as error:
+            form = f"{type(error).__name__}: {error}"
+            raise EngineError(f"the engine at {self.address.url} scored tokens in another form than SGLang's ({form})") from error
 
     async def _ask(self, asked: Sequence[_Asked]) -> list[Any]:
         """Return the server's answers to samples, in one HTTP call."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, counted
 from megatron_rl.types import Group, Prompt, Sample, trajectories
 
 MAX_LOG_PROB = 1e-3  # nats above 0 that rounding explains: a softmax in bfloat16 need not sum to 1
@@ -54,6 +54,11 @@ def check_samples(
         )
         if problem is not None:
             raise UserError(f"it returned sample {sample.index} with {problem}")
+    if not any(sample.loss_mask.any() for sample in samples):
+        raise UserError(
+            f"it returned {counted(len(samples), 'sample')} without any trainable token, needs one at least; loss_mask is True on tokens "
+            "that the policy chose"
+        )
     return tuple(samples)
 
 

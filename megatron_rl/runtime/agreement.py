@@ -1,38 +1,40 @@
 """Proof that engines have the trainer's weights and compute as the trainer, and what speaks for a cause where not."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
-from megatron_rl.algorithms.rounding_limits import DENSE, Limits
+from megatron_rl.algorithms.rounding_limits import Limits
 from megatron_rl.config.derived import start_deadline_s
 from megatron_rl.config.settings import Settings
+from megatron_rl.engines.client import EngineClient
 from megatron_rl.engines.sampling import make_sampling
-from megatron_rl.errors import EngineRefusal, counted
+from megatron_rl.errors import EngineRefusal
 from megatron_rl.observe.metrics import metric_values
 from megatron_rl.rollout.manager import RolloutManager
 from megatron_rl.runtime.run_records import RunRecords
 from megatron_rl.system.device import quiet_megatron_imports
-from megatron_rl.types import Floats
+from megatron_rl.types import Floats, TrainBatch
+from megatron_rl.weights.diagnosis import changed_samples, likeliest, weights_apart
 from megatron_rl.weights.parity import (
-    CAUSES,
     PROBE_PROMPTS,
+    ParityReport,
     SampledProbe,
     check_probe,
     check_read,
     check_replaced,
-    disagreeing,
+    check_reports,
+    fixed_tokens,
     sample_probe,
+    score,
+    scored,
     weight_checksums,
 )
 
 with quiet_megatron_imports():
     from megatron_rl.checkpoints.stored_weights import engines_read
     from megatron_rl.models.read_spec import read_model_spec
-
-OTHER_TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9)
-"""Usual temperatures of a generation_config.json, tried for log-probs that do not agree."""
 
 
 class Agreement:
@@ -44,17 +46,24 @@ class Agreement:
     def __init__(self, settings: Settings, *, dtype: str, manager: RolloutManager, wait: Callable[..., Any], records: RunRecords) -> None:
         self._settings, self._path, self._dtype = settings, settings.model.path, dtype
         self._manager, self._records, self._replays = manager, records, settings.training.routing_replay
+        self._fixed: TrainBatch | None = None
+        self.expected: tuple[int, TrainBatch, Floats] | None = None  # the trainer's log-probs of a version
+        self._scores: Mapping[str, Floats] = {}
         # Engines read the checkpoint and compile kernels, as at their start.
         self._wait = partial(wait, timeout_s=start_deadline_s(settings.model))
 
     @cached_property
     def limits(self) -> Limits:
         """Limits on differences of log-probs at the temperature of the run's samples."""
+        return self._limits()
+
+    def _limits(self, *, scoring: bool = False) -> Limits:
+        """Return limits of sampled tokens, or of `scoring` at temperature 1 with the trainer's own routing."""
         return Limits.of(
             dtype=self._dtype,
             mixture=read_model_spec(self._path).moe is not None,
-            replays=self._replays,
-            temperature=self._settings.rollout.sampling.temperature,
+            replays=self._replays and not scoring,
+            temperature=1.0 if scoring else self._settings.rollout.sampling.temperature,
             median=self._settings.weights.parity_threshold,
         )
 
@@ -88,12 +97,14 @@ class Agreement:
         with self._records.phase("parity probe"):
             sampling = make_sampling(self._settings.rollout.sampling, eos_token_ids=[prompts.tokenizer.eos_token_id])
             sampling = replace(sampling, seed=self._settings.run.seed)
-            asking = sample_probe(prompts.for_parity(PROBE_PROMPTS), self._manager.pool, sampling=sampling)
-            probe: SampledProbe = self._wait(asking, name="parity probe of the engines")
+            asked, pool = prompts.for_parity(PROBE_PROMPTS), self._manager.pool
+            probe: SampledProbe = self._wait(sample_probe(asked, pool, sampling=sampling), name="parity probe of the engines")
+            self._fixed = self._fixed or fixed_tokens(asked, context_length=pool.address.context_length)
+            self._scores = self._wait(score(self._fixed, pool, pool.membership.members), name="scores of fixed tokens")
             return probe
 
-    def check_log_probs(self, probe: SampledProbe, log_probs: Callable[..., Floats]) -> None:
-        """Compare the answers with `log_probs` of the trainer. Raises ParityError."""
+    def check_log_probs(self, probe: SampledProbe, log_probs: Callable[..., Floats], *, version: int) -> None:
+        """Compare the answers of weights of `version` with `log_probs` of the trainer. Raises ParityError."""
         with self._records.phase("parity probe"):
             metrics = check_probe(probe, log_probs, limits=self.limits, replays=self._replays)
         values = metric_values(metrics)
@@ -104,37 +115,66 @@ class Agreement:
             f" {values['weights/parity_mean']:.1e} nats{note}"
         )
         self._records.add(metrics)
+        self.expect(log_probs, version=version)
+        self._compare(self._scores)
 
-    def likely_cause(self, probe: Callable[[], SampledProbe], log_probs: Callable[..., Floats], publish: Callable[[], None]) -> str:
-        """Return the likeliest cause of samples on which engines and trainer disagree, found by experiments.
+    def expect(self, log_probs: Callable[..., Floats], *, version: int) -> None:
+        """Keep the trainer's log-probs of the fixed tokens by weights of `version`."""
+        if self._fixed is not None and (self.expected is None or self.expected[0] != version):
+            self.expected = version, self._fixed, log_probs(self._fixed, temperature=1.0)
 
-        A fresh `probe` tells samples that were changed from engines that compute otherwise. Other
-        temperatures, another dtype's rounding, and another `publish` of the same weights tell the
-        causes of the latter apart.
+    async def prove(self, clients: Sequence[EngineClient]) -> None:
+        """Let engines score the fixed tokens, where log-probs are `expected`. Raises ParityError."""
+        if self.expected is not None:
+            self._compare(await score(self.expected[1], self._manager.pool, clients))
+
+    def _compare(self, scores: Mapping[str, Floats]) -> None:
+        assert self.expected is not None, "the trainer's log-probs come first"
+        _, batch, trainer_T = self.expected
+        mask, limits = scored(batch), self._limits(scoring=True)
+        reports = {url: ParityReport.of(found[mask], trainer_T[mask], outlier=limits.outlier) for url, found in scores.items()}
+        if reports:
+            self._records.add(check_reports(reports, limits=limits, what="fixed tokens after a sync", name="scored"))
+
+    def likely_cause(
+        self,
+        probe: Callable[[], SampledProbe],
+        log_probs: Callable[..., Floats],
+        publish: Callable[[], object],
+        *,
+        samples: tuple[TrainBatch, int] | None = None,
+    ) -> str:
+        """Return the likeliest cause of a disagreement between engines and trainer, by experiments.
+
+        `samples` are a batch to train on and the trainer's version. A fresh `probe` tells those that were changed from
+        engines that compute otherwise, and another `publish` of the same weights stale ones from others.
         """
+        spec, pool = read_model_spec(self._path), self._manager.pool
+        asking = partial(self._wait, name="checksums of the engines' weights")
 
-        def failing(probe: SampledProbe, limits: Limits = self.limits) -> list[str]:
-            return disagreeing(probe, log_probs, limits=limits, replays=self._replays)
+        def weights(urls: Sequence[str]) -> str | None:
+            before = asking(weight_checksums(pool))
+            publish()
+            after = asking(weight_checksums(pool))
+            found = (weights_apart(before[url], after[url], tied=spec.tie_embeddings) for url in urls if url in before and url in after)
+            return next(filter(None, found), None)
 
-        first = probe()
-        failed, set_to = failing(first), first.temperature
-        if not failed:
-            return (
-                "likeliest cause: tokens, log-probs or versions of the samples are not as engines returned them, since a fresh probe of "
-                f"every engine agrees; look at {self._settings.rollout.name}"
-            )
-        for temperature in (1.0, set_to**2, *OTHER_TEMPERATURES):
-            if temperature != set_to and not failing(replace(first, temperature=temperature)):
-                return (
-                    f"likeliest cause: a temperature on one side alone, since log-probs of the engines are those of temperature "
-                    f"{temperature:g}, and rollout.sampling.temperature is {set_to:g}"
-                )
-        if self._dtype == "float32" and not failing(first, DENSE):
-            return "likeliest cause: another dtype on one side, since ranks have float32 and differences are those of bfloat16's rounding"
-        publish()
-        named, others = ", ".join(failed), len(set(first.engines)) - len(failed)
-        if not failing(probe()):
-            return f"likeliest cause: stale or half-applied weights on {named}, since another sync of them mended it"
-        if others > 0:
-            return f"likeliest cause: {named}, since a fresh probe disagrees there and agrees with {counted(others, 'other engine')}"
-        return f"every engine disagrees in a fresh probe, also after another sync; usual causes: {'; '.join(CAUSES)}"
+        cause = likeliest(
+            probe(),
+            log_probs,
+            limits=self.limits,
+            scoring=self._limits(scoring=True),
+            replays=self._replays,
+            mixture=spec.moe is not None,
+            weights=weights,
+        )
+        if cause is not None:
+            return cause
+        if samples is None:
+            return "a fresh probe of every engine agrees: the difference came and went"
+        temperature = self._settings.rollout.sampling.temperature
+        kind = changed_samples(samples[0], log_probs, version=samples[1], temperature=temperature, limits=self.limits)
+        return (
+            "likeliest cause: tokens, log-probs or versions of the samples are not as engines returned them, since a fresh probe of "
+            f"every engine agrees; look at {self._settings.rollout.name}; it looks like {kind}"
+        )

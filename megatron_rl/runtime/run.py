@@ -302,7 +302,10 @@ class RolloutRun(Run):
         else:
             self._agreement.check_weights(partial(self.publish, version=step), resumed=step > 0)
         probe = self._probe()
-        self._agreement.check_log_probs(probe, self._ranks.log_probs)
+        try:
+            self._agreement.check_log_probs(probe, self._ranks.log_probs, version=step)
+        except ParityError as error:
+            raise self._explained(error, version=step) from error
         self.evaluate(step=step, goes_on=True)
         self.log(step=step)
 
@@ -336,9 +339,7 @@ class RolloutRun(Run):
             super().train(batch, step=step, expected=expected or Expected(step, self._agreement.limits))
         except ParityError as error:
             self._wait(self._manager.distrust(step=step), name="marking the samples")
-            self._take_devices(Phase.SYNC)
-            cause = self._agreement.likely_cause(self._probe, self._ranks.log_probs, partial(self.publish, version=step))
-            raise ParityError(f"{error}; {cause}") from error
+            raise self._explained(error, version=step, batch=batch) from error
         overlap_s, train_s = self._manager.busy_s - busy_before_s, time.perf_counter() - start_s
         self._records.add({"rollout/overlap_fraction": Mean(min(overlap_s, train_s), train_s)})
 
@@ -353,15 +354,35 @@ class RolloutRun(Run):
         self._evaluations.finish()
         self._records.add(self._sync_weights(version))
 
-    def _sync_weights(self, version: int) -> dict[str, Metric]:
+    def _sync_weights(self, version: int, *, proves: bool = True) -> dict[str, Metric]:
+        """Sync, and compare log-probs of fixed tokens. Raises ParityError with a likely cause."""
         self._version = None
         self._take_devices(Phase.SYNC)
+        if proves:
+            self._agreement.expect(self._ranks.log_probs, version=version)
+        # On shared devices no engine returns, and none can score before it has all its memory.
+        prove = self._agreement.prove if proves and self._devices is None else None
         # The sync keeps a separate deadline, and names the late process.
         timeout_s = sync_deadline_s(self._settings.model) + ENGINE_CONTROL_S
-        with finishing_first(), self._records.phase("sync"):
-            found = self._wait(self._sync.run(version=version), name=f"weight sync to version {version}", timeout_s=timeout_s)
-        self._version = version
+        try:
+            with finishing_first(), self._records.phase("sync"):
+                syncing = self._sync.run(version=version, prove=prove)
+                found = self._wait(syncing, name=f"weight sync to version {version}", timeout_s=timeout_s)
+            if proves and prove is None and self._agreement.expected is not None:
+                self._take_devices(Phase.GENERATION)
+                proving = self._agreement.prove(self._manager.pool.membership.members)
+                self._wait(proving, name="scores of fixed tokens", timeout_s=timeout_s)
+        except ParityError as error:
+            raise self._explained(error, version=version) from error
+        self._version = version if proves else None
         return found
+
+    def _explained(self, error: ParityError, *, version: int, batch: TrainBatch | None = None) -> ParityError:
+        """Return `error` with its likeliest cause; `batch` are the samples that disagree."""
+        self._take_devices(Phase.SYNC)
+        again, samples = partial(self._sync_weights, version, proves=False), None if batch is None else (batch, version)
+        cause = self._agreement.likely_cause(self._probe, self._ranks.log_probs, again, samples=samples)
+        return ParityError(f"{error}; {cause}")
 
     def evaluate(self, *, step: int, goes_on: bool = False) -> None:
         """Evaluate the weights after `step` steps on the sets that are due, where a killed run was if it `goes_on`."""

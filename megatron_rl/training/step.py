@@ -241,7 +241,7 @@ def loss_inputs(
 def _differences(
     inputs: LossInputs, micro_batch: MicroBatch, data: TokenData, expected: Expected | None
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return mean |engine - trainer| log-prob of engine tokens, clipped of those `expected` to agree, and old - teacher of all."""
+    """Return mean |engine - trainer| log-prob of engine tokens, clipped and outliers of those `expected` to agree, and old - teacher."""
     assert inputs.old_log_probs is not None, "loss_inputs gives them"
     pairs = {}
     if inputs.rollout_log_probs is not None:
@@ -254,6 +254,7 @@ def _differences(
                 # Elsewhere the trainer chose the experts, beyond these limits.
                 current &= micro_batch.pick(data.replayed)
             pairs[_CLIPPED] = (torch.where(current, difference.clamp(max=expected.limits.outlier), 0.0).sum(), current.sum())
+            pairs["log_prob_outliers"] = ((current & ~(difference <= expected.limits.outlier)).sum(), current.sum())
     if data.teacher_log_probs is not None:
         to_teacher = inputs.old_log_probs - micro_batch.pick(data.teacher_log_probs)
         pairs["teacher_kl"] = (to_teacher.sum(), torch.ones_like(to_teacher).sum())

@@ -36,6 +36,8 @@ RETURN_POLL_S = 0.1  # looks for an engine that is being started again, where th
 
 MakeTransport = Callable[[Sequence[str]], WeightTransport]
 """Makes a transport to the engines at these URLs."""
+Prove = Callable[[Sequence[EngineClient]], Awaitable[None]]
+"""Raises ParityError for engines that compute otherwise than the trainer."""
 
 
 class Ranks(Protocol):
@@ -101,8 +103,8 @@ class WeightSync:
                 with contextlib.suppress(EngineError, DeadlineError):
                     await call
 
-    async def run(self, *, version: int) -> dict[str, Metric]:
-        """Give every member the trainer's current weights as `version`.
+    async def run(self, *, version: int, prove: Prove | None = None) -> dict[str, Metric]:
+        """Give every member the trainer's current weights as `version`; `prove` them before a new one gets requests.
 
         Raises EngineError when an engine failed, or serves another version then, or none is left,
         and DeadlineError, with the names of the missing, when the sync took too long.
@@ -115,6 +117,9 @@ class WeightSync:
                 metrics = await self._deliver(connection, version=version, deadline=deadline)
             finally:
                 num_bytes = await asyncio.to_thread(connection.transport.finish, version=version)
+        if prove is not None:
+            await prove(connection.membership.members)
+        self._pool.admit(connection.membership.members)
         return {"weights/version": Last(version), "weights/bytes": Sum(num_bytes), **metrics}
 
     async def _deliver(self, connection: Connection, *, version: int, deadline: float) -> dict[str, Metric] | None:
@@ -155,7 +160,6 @@ class WeightSync:
                 if not (self._pool.end_failed(client, wrong) and await self._pool.loses_one_of([client])):
                     raise wrong
                 return None
-        self._pool.admit(members)
         self._is_checked = self._is_checked or checked
         return _parts([rank.result() for rank in sending.values()], [engine.result() for engine in receiving.values()])
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +39,16 @@ from megatron_rl.training.topology import shutdown
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.types import Floats, Prompt, TrainBatch
 from megatron_rl.weights import broadcast, ipc
+from megatron_rl.weights.diagnosis import likeliest, weights_apart
 from megatron_rl.weights.ipc import allocate_shared
 from megatron_rl.weights.parity import (
     Checksums,
-    SampledProbe,
     check_probe,
     check_read,
     check_replaced,
+    fixed_tokens,
     sample_probe,
+    score,
     weight_checksums,
 )
 from megatron_rl.weights.sync import TRANSPORTS, WeightSync
@@ -286,46 +289,66 @@ def with_a_changed_bit(flat: Tensor, group: dist.ProcessGroup) -> None:
 
 @pytest.mark.timeout(300)
 def test_the_gate_stops_what_is_broken_on_purpose(tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer that a sync leaves out, another checkpoint, temperature, rope, the last three by far more than bfloat16's; a changed bit."""
+    """A layer that a sync leaves out, another checkpoint, temperature, top_p, rope, a changed bit: each by its cause."""
     model, other = (tiny_model(family="qwen3", name=f"model{seed}", seed=seed, tied=False) for seed in (0, 1))
-    turned = tiny_model(family="qwen3", name="turned", tied=False, rope_theta=100.0)
+    turned = tiny_model(family="qwen3", name="turned", tied=False, rope_theta=10.0)
 
     with serving(model, tmp_path / "engine.log", has_weights=False) as address, talking(address) as (runner, client, pool):
-        before = runner.run(weight_checksums(pool))
 
-        def synced(version: int, left_out: str) -> tuple[Checksums, SampledProbe]:
+        def synced(version: int, left_out: str = "none") -> Checksums:
             runner.run(sync(trainer, client, version=version, model=model, directory=tmp_path, left_out=left_out))
-            return runner.run(weight_checksums(pool)), runner.run(sample_probe(PROMPTS, pool, sampling=SAMPLING))
+            return runner.run(weight_checksums(pool))
 
+        def refused(log_probs: Callable[..., Floats], limits: Limits, *, before: Checksums, after: Checksums) -> str | None:
+            """The gate's cause for the tokens that the engine samples now."""
+            probe = runner.run(sample_probe(PROMPTS, pool, sampling=SAMPLING))
+            with pytest.raises(ParityError):
+                check_probe(probe, log_probs, limits=limits, replays=False)
+            weights = partial(weights_apart, before[address.url], after[address.url], tied=False)
+            options: dict[str, Any] = {"replays": False, "mixture": False, "weights": lambda urls: weights()}
+            return likeliest(probe, log_probs, limits=limits, scoring=limits, **options)
+
+        before = runner.run(weight_checksums(pool))
         trainer = make_trainer(model, tmp_path)
-        after, probe = synced(1, "layers.1.mlp.")
+        after = synced(1, "layers.1.mlp.")
         named = r"2 of 19 weights, needs 0: model\.layers\.1\.mlp\.gate_up_proj\.weight \(tp rank 0\), model\.layers\.1\.mlp\.down_proj"
         with pytest.raises(ParityError, match=named):
             check_replaced(before, after)
+        stale, whole = runner.run(sample_probe(PROMPTS, pool, sampling=SAMPLING)), synced(2)
         for limits in (FLOAT32, DENSE):
-            with pytest.raises(ParityError, match="a weight that the sync did not reach"):
-                check_probe(probe, trainer.own_log_probs, limits=limits, replays=False)
+            with pytest.raises(ParityError):
+                check_probe(stale, trainer.own_log_probs, limits=limits, replays=False)
+        half = weights_apart(after[address.url], whole[address.url], tied=False) or ""
+        assert "half-applied weights, since another sync of the same version changed 2 of 19 weights: model.layers.1.mlp.gate_up" in half
 
-        after, probe = synced(2, "none")
-        check_replaced(before, after)
-        check_probe(probe, trainer.own_log_probs, limits=PARITY, replays=False)
-        runner.run(check_read(model, pool, after, timeout_s=60))
+        check_replaced(before, whole)
+        healthy = runner.run(sample_probe(PROMPTS, pool, sampling=SAMPLING))
+        check_probe(healthy, trainer.own_log_probs, limits=PARITY, replays=False)
+        fixed = fixed_tokens(PROMPTS, context_length=address.context_length)
+        scores = runner.run(score(fixed, pool, pool.membership.members))[address.url]
+        assert np.abs(scores - trainer.own_log_probs(fixed, temperature=1.0)).max() < 1e-5
+        runner.run(check_read(model, pool, whole, timeout_s=60))
         with pytest.raises(ParityError, match=r"got other bits by the first sync than it reads from .*model1: 19 of 19 weights"):
-            runner.run(check_read(other, pool, after, timeout_s=60))
+            runner.run(check_read(other, pool, whole, timeout_s=60))
+        synced(3)
 
         def warmer(batch: TrainBatch, *, temperature: float) -> Floats:
             return trainer.own_log_probs(batch, temperature=1.25 * temperature)
 
-        with pytest.raises(ParityError, match=r"temperature .* one side only"):
-            check_probe(probe, warmer, limits=DENSE, replays=False)
+        same = {"before": whole, "after": whole}
+        assert "those of temperature 0.8 (mean" in (refused(warmer, DENSE, **same) or "")
+        with monkeypatch.context() as patch:
+            request = Sampling.request
+            patch.setattr(Sampling, "request", lambda self, index=0: {**request(self, index), "top_p": 0.7})
+            assert refused(trainer.own_log_probs, FLOAT32, **same) is None, "log-probs agree, and the tokens are likelier than they say"
         shutdown()
         trainer = make_trainer(turned, tmp_path / "turned")
-        with pytest.raises(ParityError, match="rope"):
-            check_probe(probe, trainer.own_log_probs, limits=DENSE, replays=False)
+        for limits in (FLOAT32, DENSE):
+            assert "positions or rope, since tokens with fewer than" in (refused(trainer.own_log_probs, limits, **same) or "")
 
         monkeypatch.setattr(broadcast, "_broadcast", with_a_changed_bit)
         with pytest.raises(EngineError, match="cannot be reached for /update_weights_from_tensor"):
-            synced(3, "none")
+            synced(3)
         shutdown()
     ends = (tmp_path / "engine.log").read_text()
     assert re.search(r"RuntimeError: \d+ of \d+ weights did not come as the trainer sent them, needs 0: model\.embed_tokens", ends)

@@ -349,7 +349,9 @@ def test_no_step_is_made_on_log_probs_other_than_expected(make_trainer: MakeTrai
     old = replace(wrong, weight_versions=np.where(wrong.loss_mask, np.where(wrong.tokens == 30, 4, 3), -1))
     assert trained(old)[0]["train/log_prob_diff_clipped"].value == pytest.approx(0.0, abs=1e-5), "of the one token that is not older"
     few = agreeing(trainer, make_batch(ROWS), version=4, changed={4: 8.0, 11: 0.25})
-    assert trained(few)[0]["train/log_prob_diff_clipped"].value == pytest.approx((3 * 0.5 + 0.25) / 17, rel=1e-4)
+    metrics = trained(few)[0]
+    assert metrics["train/log_prob_diff_clipped"].value == pytest.approx((3 * 0.5 + 0.25) / 17, rel=1e-4)
+    assert metrics["train/log_prob_outliers"].value == pytest.approx(3 / 17)
 
 
 def test_a_later_step_of_a_batch_is_held_against_the_weights_before(make_trainer: MakeTrainer, tiny_model: Callable[..., Path]) -> None:

@@ -43,6 +43,18 @@ def test_one_request_asks_for_all_samples_of_a_prompt() -> None:
     assert generations[0].stop_reason is StopReason.LENGTH
 
 
+def test_tokens_are_scored_from_the_second_on() -> None:
+    entries = [[[None, 1, None], [-0.5, 2, None], [-0.25, 0, None]], [[None, 4, None]]]
+    answers = [{"meta_info": {"input_token_logprobs": row}} for row in entries]
+    sequences = [np.array([1, 2, 15]), np.array([4])]
+    scores, seen = talk(always(answers), lambda client: client.score(sequences))
+    assert [row.tolist() for row in scores] == [[0.0, -0.5, -0.25], [0.0]]
+    assert seen[0][1]["logprob_start_len"] == 0 and seen[0][1]["sampling_params"]["max_new_tokens"] == 0
+    for wrong in (answers[:1], [answers[0], {"meta_info": {"input_token_logprobs": [[None, 5, None]]}}], [{}, {}]):
+        with pytest.raises(EngineError, match="scored tokens in another form than SGLang's"):
+            talk(always(wrong), lambda client: client.score(sequences))
+
+
 def test_a_request_may_fill_the_context_and_no_more() -> None:
     sampling = Sampling(max_tokens=24)
     generations, _ = talk(generates, lambda client: client.generate(np.zeros(40, np.int64), sampling=sampling))

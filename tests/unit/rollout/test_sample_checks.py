@@ -93,3 +93,12 @@ def test_each_role_has_as_many_trajectories_as_were_asked_for() -> None:
         check_samples(made, prompt=PROMPT, num_samples=4, vocab_size=50, max_tokens=99)
     with pytest.raises(UserError, match=r"trajectory 0 with samples of the roles \['None', 'proposer'\], needs one role"):
         check_samples([replace(made[0], role=None), *made[1:]], prompt=PROMPT, num_samples=2, vocab_size=50, max_tokens=99)
+
+
+def test_a_rollout_without_a_trainable_token_is_refused() -> None:
+    """As empty answers are; one of several may be."""
+    made = two_turns_each(2)
+    masked = [replace(sample, loss_mask=np.zeros(len(sample.response_ids), np.bool_)) for sample in made]
+    check_samples([*masked[:3], made[3]], prompt=PROMPT, num_samples=2, vocab_size=50, max_tokens=99)
+    with pytest.raises(UserError, match="returned 4 samples without any trainable token, needs one at least"):
+        check_samples(masked, prompt=PROMPT, num_samples=2, vocab_size=50, max_tokens=99)

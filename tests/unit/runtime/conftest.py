@@ -71,8 +71,9 @@ def make_run(tmp_path: Path, calls: Calls, watchdog: Watchdog, tiny_model: Calla
         if source is not None:
             return SupervisedRun(settings, source=source, ranks=ranks, records=records)
         monkeypatch.setattr("megatron_rl.runtime.run_evaluations.make_evaluator", lambda settings, manager: Evaluations(calls))
-        parts: dict[str, Any] = {"manager": Manager(calls, fails_at=fails_at, error=error)}
-        parts |= {"sync": Sync(calls), "watchdog": watchdog, "devices": devices, "ranks": ranks, "records": records}
+        manager = Manager(calls, fails_at=fails_at, error=error)
+        parts: dict[str, Any] = {"manager": manager, "sync": Sync(calls, manager)}
+        parts |= {"watchdog": watchdog, "devices": devices, "ranks": ranks, "records": records}
         return RolloutRun(settings, dtype="float32", **parts)
 
     return make

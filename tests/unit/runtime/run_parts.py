@@ -21,6 +21,7 @@ from megatron_rl.observe.metrics import Last, Metric, Sum
 from megatron_rl.runtime.colocation import Phase
 from megatron_rl.runtime.run import Run
 from megatron_rl.types import Floats, Ints, Prompt, Reward, RewardOutcome, Sample, StopReason, TrainBatch
+from megatron_rl.weights.sync import Prove
 
 Calls = list[tuple[Any, ...]]
 
@@ -54,6 +55,10 @@ class Manager:
     async def generate(self, token_ids: Ints, *, sampling: Sampling, num_samples: int) -> tuple[Generation, ...]:
         self.calls.append(("probe",))
         return (Generation(np.array([2]), np.full(1, self.log_prob, np.float32), np.zeros(1, np.int64), StopReason.STOP),) * num_samples
+
+    async def score(self, sequences: Sequence[Ints]) -> list[Floats]:
+        self.calls.append(("score", len(sequences)))
+        return [np.full(len(ids), self.log_prob, np.float32) for ids in sequences]
 
     async def checksums(self) -> dict[str, str]:
         # As many answers as there may be questions: before the first sync, after it, after the reading.
@@ -106,11 +111,13 @@ class Evaluations:
 class Sync:
     """The way of the weights to the engines."""
 
-    def __init__(self, calls: Calls) -> None:
-        self.calls = calls
+    def __init__(self, calls: Calls, manager: Manager) -> None:
+        self.calls, self._manager = calls, manager
 
-    async def run(self, *, version: int) -> dict[str, Metric]:
+    async def run(self, *, version: int, prove: Prove | None = None) -> dict[str, Metric]:
         self.calls.append(("publish", version))
+        if prove is not None:
+            await prove(self._manager.pool.membership.members)
         return {"weights/version": Last(version)}
 
 
@@ -130,8 +137,8 @@ class Ranks:
         return [{"train/loss": Last(1.0 - step / 10), "train/num_tokens": Sum(8)}]
 
     def log_probs(self, batch: TrainBatch, *, temperature: float) -> Floats:
-        assert temperature == 0.8
-        self.calls.append(("parity",))
+        # Of the run, of scores, and those of a derivative.
+        self.calls += {0.8: [("parity",)], 1.0: [("expect",)]}.get(temperature, [])
         return np.zeros(len(batch.tokens), np.float32)
 
     def call(self, method: str, *args: Any, **keywords: Any) -> list[Any]:

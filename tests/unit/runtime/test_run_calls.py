@@ -17,6 +17,7 @@ from run_parts import Calls, Devices, MakeRun, Manager, Ranks
 from megatron_rl.algorithms.rounding_limits import Expected
 from megatron_rl.config.load import load_settings
 from megatron_rl.config.settings import ModelSettings, RewardSettings, RolloutSettings, Settings
+from megatron_rl.data.batch import batch_from_sequences
 from megatron_rl.engines.engine_pool import EnginePool
 from megatron_rl.errors import EngineError, ParityError, UserError
 from megatron_rl.observe.metrics import Metric, Sum
@@ -27,6 +28,7 @@ from megatron_rl.runtime import agreement, watchdog
 from megatron_rl.runtime.loop import train_loop
 from megatron_rl.runtime.run_evaluations import generation_deadline_s
 from megatron_rl.types import Floats, Group, Prompt, Reward, RewardOutcome, Sample, StopReason, TrainBatch
+from megatron_rl.weights.sync import Prove
 
 
 def steps_of(directory: Path) -> list[int]:
@@ -40,11 +42,11 @@ def test_the_order_of_a_run(
     run = make_run("run.num_steps=3", "run.save_interval=2", "eval.interval=2", "eval.sets.held_out=held_out.jsonl")
     train_loop(run, first_step=0)
     assert calls == [
-        ("publish", 0), ("read", "model"), ("probe",), ("parity",), ("evaluate", "step-000000", True),
-        ("rollout", 0), ("train", "batch 0", 0), ("publish", 1),
-        ("rollout", 1), ("train", "batch 1", 1), ("save", ".step-000002.partial"), ("publish", 2), ("evaluate", "step-000002", False),
-        ("saved",), ("forget", 2),
-        ("rollout", 2), ("train", "batch 2", 2), ("save", ".step-000003.partial"), ("publish", 3),
+        ("publish", 0), ("read", "model"), ("probe",), ("score", 4), ("score", 1), ("parity",), ("expect",), ("evaluate", "step-000000", True),
+        ("rollout", 0), ("train", "batch 0", 0), ("expect",), ("publish", 1), ("score", 1),
+        ("rollout", 1), ("train", "batch 1", 1), ("save", ".step-000002.partial"), ("expect",), ("publish", 2), ("score", 1),
+        ("evaluate", "step-000002", False), ("saved",), ("forget", 2),
+        ("rollout", 2), ("train", "batch 2", 2), ("save", ".step-000003.partial"), ("expect",), ("publish", 3), ("score", 1),
         ("evaluate", "step-000003", False), ("saved",), ("forget", 2),
     ]  # fmt: skip
     rows = read_metrics(tmp_path / "run" / METRICS_FILE)
@@ -122,7 +124,7 @@ def test_a_resumed_run_evaluates_at_the_same_steps(make_run: MakeRun, calls: Cal
         step = again.resume()
         calls.clear()
         again.begin(step=step)
-        assert step == last and calls[:3] == [("publish", step), ("probe",), ("parity",)]
+        assert step == last and calls[:5] == [("publish", step), ("probe",), ("score", 4), ("score", 1), ("parity",)]
         assert (("evaluate", f"step-{step:06}", True) in calls) == evaluates
 
 
@@ -265,42 +267,63 @@ def test_the_parity_that_is_needed_is_the_one_that_was_set(make_run: MakeRun, mo
 def test_samples_that_disagree_end_the_run_with_the_likeliest_cause(
     make_run: MakeRun, calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    off_by, mended_by_a_sync, right_at = 0.0, False, 0.8
+    off_by, right_at = 0.0, None
+    samples = batch_from_sequences(prompts=[[1, 2, 3]] * 4, responses=[[2, 3]] * 4, rollout_log_probs=[[-1.0, -0.5]] * 4)
+    samples = replace(samples, weight_versions=np.where(samples.loss_mask, 4, -1))
 
     def log_probs(self: Ranks, batch: TrainBatch, *, temperature: float) -> Floats:
         calls.append(("parity",))
-        mended = temperature == right_at or (mended_by_a_sync and ("publish", 4) in calls)
-        return np.full(len(batch.tokens), 0.0 if mended else -off_by, np.float32)
+        # Above and below those of the engine in turn.
+        wrong_T = off_by * (-1) ** np.repeat(np.arange(batch.num_sequences), batch.lengths)
+        return (wrong_T * (1.0 if right_at is None else temperature - right_at)).astype(np.float32)
 
-    def train(self: Ranks, batch: str, *, step: int, expected: Expected | None) -> list[dict[str, Metric]]:
+    def train(self: Ranks, batch: TrainBatch, *, step: int, expected: Expected | None) -> list[dict[str, Metric]]:
         assert expected is not None and expected.version == step and expected.limits.outlier == pytest.approx(1e-3 / 0.8)
         raise ParityError("step 5: engine and trainer disagree about the samples")
 
     monkeypatch.setattr(Ranks, "log_probs", log_probs)
     monkeypatch.setattr(Ranks, "train", train)
 
-    def cause(*peers: Any) -> str:
+    def cause(*peers: Any, weights: str = "synced") -> str:
         calls.clear()
         run = make_run(devices=Devices(calls))
         manager = run._manager  # type: ignore[attr-defined]
+        manager._head = weights
         manager.pool = EnginePool([manager, *peers], max_requests=1)
         with pytest.raises(ParityError, match=r"^step 5: engine and trainer disagree about the samples; ") as raised:
-            run.train("batch", step=4)
+            run.train(samples, step=4)
         return str(raised.value).partition("; ")[2]
 
-    assert "not as engines returned them, since a fresh probe of every engine agrees; look at rollout.function" in cause()
+    found = cause()
+    assert "not as engines returned them, since a fresh probe of every engine agrees; look at rollout.function" in found
+    assert "it looks like other tokens than those that were scored" in found
     assert ("publish", 4) not in calls and ("distrust", 4) in calls and calls.count(("probe",)) == 1
     right_at, off_by = 1.0, 0.5
-    assert "log-probs of the engines are those of temperature 1, and rollout.sampling.temperature is 0.8" in cause()
-    right_at, off_by = -1.0, 0.03
+    assert "log-probs of the engines are those of temperature 1 (mean" in cause() and ("publish", 4) in calls
+    right_at, off_by = None, 0.03
     assert "another dtype on one side" in cause()
-    off_by, mended_by_a_sync = 0.5, True
-    assert "stale or half-applied weights on url, since another sync of them mended it" in cause()
-    mended_by_a_sync = False
+    off_by = 0.5
+    assert "likeliest cause on url: stale weights, since another sync of the same version changed 1 of 1 weight: head" in cause(
+        weights="made up"
+    )
     peer = Manager(calls, fails_at=None, error=None)
-    peer.address, peer.log_prob = replace(peer.address, url="peer"), -0.5
-    assert "likeliest cause: url, since a fresh probe disagrees there and agrees with 1 other engine" in cause(peer)
-    assert "every engine disagrees in a fresh probe, also after another sync; usual causes: " in cause()
+    peer.address, peer.log_prob, peer._head = replace(peer.address, url="peer"), 0.5, "synced"
+    monkeypatch.setattr(Ranks, "log_probs", lambda self, batch, *, temperature: np.full(len(batch.tokens), 0.5, np.float32))
+    assert "likeliest cause on url alone (1 other engine agreed): " in cause(peer)
+
+
+def test_fixed_tokens_are_compared_at_every_sync(make_run: MakeRun, tmp_path: Path) -> None:
+    run = make_run("run.num_steps=3")
+    train_loop(run, first_step=0)
+    run._manager.log_prob = 5e-5  # type: ignore[attr-defined]
+    run.publish(version=4)
+    run.log(step=4)
+    rows = read_metrics(tmp_path / "run" / METRICS_FILE)
+    assert [rows[step].get("weights/scored_mean") for step in (0, 1, 3)] == [0.0, 0.0, 0.0]
+    assert rows[4]["weights/scored_mean"] == pytest.approx(5e-5)
+    run._manager.log_prob = 0.5  # type: ignore[attr-defined]
+    with pytest.raises(ParityError, match=r"fixed tokens after a sync: url \(median .*5\.00e-01.*; likeliest cause on url: a top_p"):
+        run.publish(version=5)
 
 
 def test_weights_are_compared_bit_by_bit_at_the_first_sync(
@@ -329,11 +352,11 @@ def test_shared_devices_are_taken_before_who_needs_them(make_run: MakeRun, calls
     run = make_run("run.num_steps=1", "eval.sets.held_out=held_out.jsonl", devices=Devices(calls))
     train_loop(run, first_step=0)
     assert calls == [
-        ("publish", 0), ("read", "model"), ("phase", "GENERATION"), ("probe",), ("phase", "SYNC"), ("parity",),
-        ("phase", "GENERATION"), ("evaluate", "step-000000", True),
+        ("publish", 0), ("read", "model"), ("phase", "GENERATION"), ("probe",), ("score", 4), ("score", 1),
+        ("phase", "SYNC"), ("parity",), ("expect",), ("phase", "GENERATION"), ("evaluate", "step-000000", True),
         ("rollout", 0), ("phase", "TRAINING"), ("train", "batch 0", 0), ("save", ".step-000001.partial"),
         # The devices stay with whom they are while files are waited for.
-        ("phase", "SYNC"), ("publish", 1), ("phase", "GENERATION"), ("evaluate", "step-000001", False),
+        ("phase", "SYNC"), ("expect",), ("publish", 1), ("phase", "GENERATION"), ("score", 1), ("evaluate", "step-000001", False),
         ("saved",), ("forget", 1),
     ]  # fmt: skip
 
@@ -438,7 +461,7 @@ def test_an_engine_that_returns_gets_the_weights_of_the_others(make_run: MakeRun
         await asyncio.sleep(0.1)
         return {}
 
-    async def publish(*, version: int) -> dict[str, Metric]:
+    async def publish(*, version: int, prove: Prove) -> dict[str, Metric]:
         calls.append(("publish", version))
         manager.pool.admit(manager.pool.membership.members)
         return {}

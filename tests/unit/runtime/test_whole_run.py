@@ -10,7 +10,7 @@ import sqlite3
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,6 +38,7 @@ from megatron_rl.runtime import session, start
 from megatron_rl.runtime.start import RunStart
 from megatron_rl.runtime.watchdog import Watchdog
 from megatron_rl.types import Floats, Group, Ints, Reward, Sample, StopReason, TrainBatch
+from megatron_rl.weights.sync import Prove
 
 ADDRESS = EngineAddress("url", "key", vocab_size=32, context_length=64, max_total_tokens=64, has_tokenizer=False)
 
@@ -119,6 +120,9 @@ class Client:
         made = np.array([Client.version])
         return tuple(Generation(np.array([2 + k]), np.full(1, -1.0, np.float32), made, StopReason.STOP) for k in range(num_samples))
 
+    async def score(self, sequences: Sequence[Ints]) -> list[Floats]:
+        return [np.full(len(ids), -1.0, np.float32) for ids in sequences]
+
     async def load(self) -> None:
         """Nothing is known; a test on a busy machine is long enough to be asked."""
 
@@ -138,7 +142,7 @@ class Sync:
     async def connect(self) -> None:
         return None
 
-    async def run(self, *, version: int) -> dict[str, Metric]:
+    async def run(self, *, version: int, prove: Prove | None) -> dict[str, Metric]:
         Client.version, Client.weights = version, "synced"
         self._pool.admit(self._pool.membership.members)
         return {"weights/version": Last(version)}

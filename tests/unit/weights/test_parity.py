@@ -2,6 +2,7 @@ import asyncio
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,13 +19,16 @@ from megatron_rl.system.frozen_arrays import Candidates
 from megatron_rl.types import Floats, Ints, Prompt, StopReason, TrainBatch
 from megatron_rl.weights.parity import (
     PROBE_SAMPLES,
+    ParityReport,
     SampledProbe,
-    check_parity,
     check_probe,
     check_read,
     check_replaced,
-    disagreeing,
+    check_reports,
+    fixed_tokens,
     sample_probe,
+    score,
+    scored,
     weight_checksums,
 )
 
@@ -63,6 +67,11 @@ class Client:
         sample = Generation(np.arange(length), log_probs, np.zeros(length, np.int64), StopReason.LENGTH, experts, candidates)
         return (sample,) * num_samples
 
+    async def score(self, sequences: Sequence[Ints]) -> list[Floats]:
+        if self._dies or self._fails:
+            raise EngineError("cannot be reached")
+        return [np.arange(len(ids), dtype=np.float32) - self._wrong_by for ids in sequences]
+
     async def checksums(self) -> dict[str, str]:
         return dict(self.weights)
 
@@ -94,7 +103,8 @@ def test_engines_continue_the_prompts_as_a_run_samples() -> None:
         client = Client(context_length=context_length)
         probe = sampled_by(client, max_tokens=max_tokens)
         sampling = Sampling(max_tokens=length, temperature=0.7, stop_token_ids=(5,), seed=3)
-        assert client.asked == [(prompt.token_ids[:prompt_tokens].tolist(), sampling) for prompt in PROMPTS]
+        seeded = [sampling, sampling.of_sample(PROBE_SAMPLES)]
+        assert client.asked == [(prompt.token_ids[:prompt_tokens].tolist(), own) for prompt, own in zip(PROMPTS, seeded, strict=True)]
         assert probe.temperature == 0.7 and probe.batch.num_sequences == 2 * PROBE_SAMPLES
         assert probe.batch.loss_mask.sum() == 2 * PROBE_SAMPLES * length, "the sampled tokens alone"
         assert probe.batch.candidates.counts.tolist() == (2 * probe.batch.loss_mask).tolist() == (2 * probe.recorded.loss_mask).tolist()
@@ -105,12 +115,13 @@ def test_engines_continue_the_prompts_as_a_run_samples() -> None:
 
 def test_engines_that_agree_with_the_trainer_pass() -> None:
     values = metric_values(check_probe(sampled_by(Client(), Client()), by_trainer, limits=FLOAT32, replays=False))
-    assert values == {f"weights/parity_{name}": pytest.approx(0, abs=1e-6) for name in ("median", "mean", "max", "outliers")}
+    names = ("median", "mean", "mean_of_best", "max", "outliers")
+    assert values == {f"weights/parity_{name}": pytest.approx(0, abs=1e-6) for name in names}
 
 
 def test_the_trainer_scores_at_the_temperature_of_the_samples() -> None:
     def at(batch: TrainBatch, *, temperature: float) -> Floats:
-        return by_trainer(batch, temperature=temperature) + np.float32(temperature != 0.7)
+        return by_trainer(batch, temperature=temperature) + np.float32(temperature - 0.7)
 
     check_probe(sampled_by(Client()), at, limits=FLOAT32, replays=False)
 
@@ -149,9 +160,35 @@ def test_with_replay_the_trainer_takes_each_engine_s_experts() -> None:
 
 def test_the_engines_that_disagree_are_named() -> None:
     clients = Client(), Client(wrong_by=2e-4), Client()
-    assert disagreeing(sampled_by(*clients), by_trainer, limits=FLOAT32, replays=False) == [clients[1].address.url]
-    probe, log_probs = sampled_by(Client(expert=3)), partial(by_trainer, off_expert_3=0.25)
-    assert [len(disagreeing(probe, log_probs, limits=FLOAT32, replays=replays)) for replays in (True, False)] == [0, 1]
+    with pytest.raises(ParityError, match=rf"sampled: {clients[1].address.url} \(median [^;]*\); needs"):
+        check_probe(sampled_by(*clients), by_trainer, limits=FLOAT32, replays=False)
+
+
+def test_fixed_tokens_are_scored_by_every_engine_that_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    fixed = fixed_tokens(PROMPTS, context_length=26)
+    assert np.split(fixed.tokens, 2)[0].tolist() == [1, 2, 3, *range(10)] and np.split(fixed.tokens, 2)[1].tolist() == [*range(13)]
+    assert fixed_tokens(PROMPTS, context_length=9999).tokens[:96].tolist() == [1, 2, 3, *range(40)] * 2 + [1, 2, 3, *range(7)]
+    # All but the first token of each, which has no log-prob.
+    assert np.flatnonzero(~scored(fixed)).tolist() == [0, 13]
+    probe = sampled_by(Client(), Client())
+    assert probe.scores.tolist() == [number for length in probe.batch.lengths for number in range(length)]
+    monkeypatch.setattr(engine_pool, "DEATH_S", 0.05)
+
+    async def scores(*clients: Client) -> list[Floats]:
+        pool, ended = EnginePool(clients, max_requests=1), []  # type: ignore[arg-type, var-annotated]
+
+        def end_failed(client: Any, error: Exception) -> bool:
+            ended.append(client)
+            pool.leave(client, error)
+            return True
+
+        pool.end_failed = end_failed
+        found = await score(fixed, pool, pool.membership.members)
+        assert len(ended) == len(clients) - len(found)
+        return [found[client.address.url] for client in clients if client not in ended]
+
+    first, last = asyncio.run(scores(Client(), Client(fails=True), Client(wrong_by=1.0)))
+    assert first.tolist() == [*range(13), *range(13)] and (first - last == 1.0).all()
 
 
 @pytest.mark.parametrize(
@@ -170,21 +207,21 @@ def test_median_outliers_and_non_finite_values_are_judged(apart: list[float], pa
     trainer = np.full(len(apart) + 1, -1.0, np.float32)
     engine = trainer - np.array([*apart, 7.77], np.float32)
     mask = np.array([True] * len(apart) + [False])
+    report = ParityReport.of(engine[mask], trainer[mask], outlier=LIMITS.outlier)
     if passes:
-        report = check_parity(engine, trainer, mask_T=mask, limits=LIMITS)
-        assert report.num_tokens == 4 and report.maximum == pytest.approx(max(apart), rel=1e-5)
+        check_reports({"url": report}, limits=LIMITS, what="tokens", name="parity")
+        assert report.num_tokens == len(apart) and report.maximum == pytest.approx(max(apart), rel=1e-5)
     else:
         with pytest.raises(ParityError, match="needs a median of at most 1e-02 nats, at most 25% above 1e-01"):
-            check_parity(engine, trainer, mask_T=mask, limits=LIMITS)
+            check_reports({"url": report}, limits=LIMITS, what="tokens", name="parity")
 
 
 def test_float32_keeps_a_limit_of_its_mean() -> None:
     trainer = np.zeros(100, np.float32)
     engine = trainer - np.repeat([0.0, 1.2e-2], [99, 1]).astype(np.float32)
     assert Limits.of(dtype="float32", mixture=True, replays=False) == FLOAT32 and FLOAT32.mean == 1e-4
-    with pytest.raises(ParityError, match=r"mean 1\.20e-04"):
-        check_parity(engine, trainer, mask_T=np.ones(100, np.bool_), limits=FLOAT32)
-    check_parity(engine, trainer, mask_T=np.ones(100, np.bool_), limits=DENSE)
+    assert not ParityReport.of(engine, trainer, outlier=FLOAT32.outlier).within(FLOAT32)
+    assert ParityReport.of(engine, trainer, outlier=DENSE.outlier).within(DENSE)
 
 
 def test_limits_go_by_the_kind_of_model_and_scale() -> None:

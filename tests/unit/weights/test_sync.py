@@ -6,7 +6,7 @@ import contextlib
 import json
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -21,7 +21,7 @@ from megatron_rl.engines.client import EngineClient
 from megatron_rl.engines.engine_pool import EnginePool, Urgency
 from megatron_rl.engines.received_weights import checksum
 from megatron_rl.engines.server_args import COMPARING_LOADER
-from megatron_rl.errors import DeadlineError, EngineError
+from megatron_rl.errors import DeadlineError, EngineError, ParityError
 from megatron_rl.observe.metrics import metric_values
 from megatron_rl.weights.sync import TRANSPORTS
 
@@ -220,6 +220,29 @@ async def can_generate(pool: EnginePool) -> set[str]:
                 client = await asyncio.wait_for(stack.enter_async_context(pool.slots(1, urgency=Urgency.TRAINING)), 0.01)
                 got.add(client.address.url)
     return got
+
+
+def test_an_engine_gets_requests_once_it_is_proved(make_run: Callable[..., Run]) -> None:
+    run = make_run({}, {})
+
+    async def work() -> None:
+        sync = run.open("broadcast", num_members=1)
+        run.pool.join(run.clients[1])
+        seen: list[bool] = []
+
+        async def prove(clients: Sequence[EngineClient]) -> None:
+            seen.append(run.pool.has_newcomers)
+            assert list(clients) == run.clients and [server.served for server in run.servers] == [len(seen)] * 2
+            if len(seen) == 1:
+                raise ParityError("other log-probs")
+
+        with pytest.raises(ParityError):
+            await sync.run(version=1, prove=prove)
+        assert await can_generate(run.pool) == {run.clients[0].address.url}
+        await sync.run(version=2, prove=prove)
+        assert seen == [True, True] and not run.pool.has_newcomers
+
+    asyncio.run(work())
 
 
 def test_a_sync_after_a_change_connects_the_present_members(make_run: Callable[..., Run]) -> None:
