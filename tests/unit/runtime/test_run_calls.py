@@ -42,8 +42,8 @@ def test_the_order_of_a_run(
     run = make_run("run.num_steps=3", "run.save_interval=2", "eval.interval=2", "eval.sets.held_out=held_out.jsonl")
     train_loop(run, first_step=0)
     assert calls == [
-        ("publish", 0), ("read", "model"), ("probe",), ("score", 4), ("score", 1), ("parity",), ("expect",), ("evaluate", "step-000000", True),
-        ("rollout", 0), ("train", "batch 0", 0), ("expect",), ("publish", 1), ("score", 1),
+        ("publish", 0), ("read", "model"), ("probe",), ("score", 4), ("score", 1), ("parity",), ("expect",),
+        ("evaluate", "step-000000", True), ("rollout", 0), ("train", "batch 0", 0), ("expect",), ("publish", 1), ("score", 1),
         ("rollout", 1), ("train", "batch 1", 1), ("save", ".step-000002.partial"), ("expect",), ("publish", 2), ("score", 1),
         ("evaluate", "step-000002", False), ("saved",), ("forget", 2),
         ("rollout", 2), ("train", "batch 2", 2), ("save", ".step-000003.partial"), ("expect",), ("publish", 3), ("score", 1),
