@@ -123,6 +123,35 @@ def test_nobody_is_shown_the_key_of_a_server(engine: tuple[Engine, EngineAddress
     assert exposures(engine[0].api_key, engine[0]._log_path.parent, *open_to_others) == []
 
 
+CHOSEN = ({"top_p": 0.9, "top_k": 4096}, {"top_k": 5}, {"min_p": 0.2, "top_k": 4096}, {"top_p": 0.9, "top_k": 7, "min_p": 0.1})
+
+
+def test_candidates_are_those_of_which_a_token_is_drawn(ask, models) -> None:
+    prompt = np.array([3, 1, 4, 1, 5])
+
+    async def work(client: EngineClient) -> list[Generation]:
+        options = {"temperature": TEMPERATURE, "records_candidates": True}
+        made = [client.generate(prompt, sampling=Sampling(max_tokens=24, **options, **chosen)) for chosen in CHOSEN]
+        recorded = await asyncio.gather(*made)
+        async with in_the_middle(client.generate(prompt, sampling=Sampling(max_tokens=400, **options, **CHOSEN[0])), client) as aborted:
+            await client.pause("abort")
+        await client.resume()
+        return [each for (each,) in (*recorded, await aborted)]
+
+    for generation, chosen in zip(ask(work), (*CHOSEN, CHOSEN[0]), strict=True):
+        with torch.no_grad():
+            logits = models["first"][1](torch.tensor([[*prompt, *generation.token_ids]])).logits[0, len(prompt) - 1 : -1]
+        log_p, right = torch.log_softmax(logits.double() / TEMPERATURE, -1).numpy(), 0
+        for place, (token, row) in enumerate(zip(generation.token_ids, log_p, strict=True)):
+            found, order, probs = generation.candidates.take(np.array([place])).ids, np.argsort(-row), np.exp(row)
+            before = np.cumsum(probs[order]) - probs[order]
+            kept = (before <= chosen.get("top_p", 1)) & (probs[order] >= chosen.get("min_p", 0) * probs.max())
+            right += set(found) == set(order[: chosen["top_k"]][kept[: chosen["top_k"]]]) and len(set(found)) == len(found)
+            assert abs(row[token] - np.logaddexp.reduce(row[found]) - generation.log_probs[place]) < 2e-5
+        # A token at the border of top_p may fall either way by rounding.
+        assert right > 0.95 * len(log_p) > 0
+
+
 def test_a_server_tells_its_load_and_of_its_answers(ask: Callable[..., Any]) -> None:
     async def work(client: EngineClient) -> tuple[list[EngineLoad], dict[str, int]]:
         prompt, sampling, loads = np.arange(60), Sampling(max_tokens=300), []
