@@ -13,9 +13,11 @@ from megatron_rl.engines.client import EngineClient
 from megatron_rl.rollout.groups import single_turn
 from megatron_rl.types import Sample
 
-FIRST, EVERY, SLOW_S = 4, 4, 1.0
-"""From the FIRST piece of answers on one of EVERY is spoilt, and one alone is garbled; a slow one comes so many seconds late."""
+EVERY, SLOW_S = 3, 1.0
+"""One of EVERY pieces of answers is cut or comes so many seconds late; one alone is garbled."""
+NAME = b"output_token_logprobs"
 _proxies: dict[str, str] = {}
+_garbled: list[int] = []
 _numbers = itertools.count(1)
 _attempt = EngineClient._attempt
 
@@ -31,12 +33,14 @@ async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *
     async def answers(engine: asyncio.StreamReader) -> None:
         while piece := await engine.read(2**16):
             number = next(_numbers)
-            if number == FIRST or (number > FIRST and number % EVERY == 0 and kind != "garbled"):
+            if kind == "garbled" and number > EVERY and NAME in piece and not _garbled:
+                _garbled.append(number)
+                piece = piece.replace(NAME, NAME.replace(b"o", b"\xff"))
+            elif kind != "garbled" and number % EVERY == 0:
                 if kind == "cut":
                     writer.write(piece[: len(piece) // 2])
                     return
-                await asyncio.sleep(SLOW_S if kind == "slow" else 0)
-                piece = piece.replace(b"output_token_logprobs", b"output_t\xffken_logprobs") if kind == "garbled" else piece
+                await asyncio.sleep(SLOW_S)
             writer.write(piece)
             await writer.drain()
 
