@@ -31,7 +31,7 @@ from megatron_rl.observe.summary import read_summary
 NUM_STEPS = 8
 EXACT = (
     "rollout.sglang.enable_deterministic_inference=true", "rollout.sampling.max_response_tokens=8", f"run.num_steps={NUM_STEPS}",
-    "run.save_interval=1", "run.keep_checkpoints=100",
+    "run.save_interval=1", "run.keep_checkpoints=100", "rollout.sampling.top_p=0.95",
 )  # fmt: skip
 REWARD = "reward.function=tests.e2e.one_by_one:score"
 SLOW_REWARD = ("reward.function=tests.e2e.one_by_one:slow_score", "reward.args={seconds: 0.02}")

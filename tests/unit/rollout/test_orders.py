@@ -74,6 +74,7 @@ def is_long(token_ids: Ints, every: int = 2) -> bool:
 class Abortable(Client):
     def __init__(self, *arguments: Any, **timeouts: Any) -> None:
         super().__init__(*arguments, **timeouts)
+        self.is_paused = False
         self.abort_all = Client.engine.abort_all  # type: ignore[attr-defined]
 
 
@@ -250,7 +251,7 @@ def test_evaluation_does_not_wait_for_the_next_step(make_settings: Callable[...,
             _, metrics = await step_of(made, engine, 0)
             assert metrics["rollout/carried_groups"] > 0
             prompt = replace(made.prompts.source.first(1)[0], id="held_out-0")
-            asking = made.answer(prompt, name="held_out", num_samples=2, sampling=Sampling(temperature=0.0, max_tokens=4))
+            asking = made.answer(prompt, name="held_out", num_samples=2, sampling=Sampling(temperature=0.0, max_tokens=BUDGET))
             answered = await asyncio.wait_for(asking, 5)
             assert made.production.tasks
             return answered
