@@ -82,13 +82,6 @@ def steal_port(run: Any, directory: Path, stack: ExitStack) -> None:
     thief.listen()
 
 
-def limit_memory(run: Any, directory: Path, stack: ExitStack) -> None:
-    """Let the engine's scheduler get no more memory than it has."""
-    scheduler = run.members(SCHEDULER)[0]
-    scheduler.rlimit(psutil.RLIMIT_AS, (scheduler.memory_info().vms,) * 2)
-    scheduler.rlimit(psutil.RLIMIT_DATA, (1, 1))
-
-
 def lock_buffer(run: Any, directory: Path, stack: ExitStack) -> None:
     """Write in the buffer for some seconds, as another program."""
     with contextlib.closing(sqlite3.connect(directory / "buffer.sqlite", timeout=30)) as other:
@@ -130,7 +123,6 @@ FAULTS: dict[str, Fault] = {
     "server stopped": Fault(hit(signal.SIGSTOP, SERVER), f"did not answer.*{ENGINE_BACK}", not_in=("colocated",)),
     "engine's actor killed": Fault(hit(signal.SIGKILL, "ray::EngineWorker"), ENGINE_BACK, not_in=("colocated",)),
     "port stolen": Fault(steal_port, ENGINE_BACK, not_in=("colocated",)),
-    "no memory for an engine": Fault(limit_memory, ENGINE_BACK, not_in=("colocated",)),
     "reward workers killed": Fault(hit(signal.SIGKILL, "multiprocessing.spawn", all_of_them=True), "", not_in=("turns",)),
     "buffer locked": Fault(lock_buffer, ""),
     "network slow": Fault(nothing, "", words=network("slow"), not_in=("turns",)),
