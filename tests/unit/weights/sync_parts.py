@@ -173,3 +173,17 @@ class Run:
             return metric_values(await weight_sync.run(version=version))
 
         return asyncio.run(work())
+
+
+BEGIN, END, RESUME = "/begin_weight_update", "/end_weight_update", "/continue_generation"
+
+
+def parts_of(server: Server, name: str) -> list[str]:
+    """What the engine was told, of a sync."""
+    return [path for path, _ in server.calls if path in (SILENT, BEGIN, UPDATES[name], END, RESUME)]
+
+
+def whole(name: str) -> list[str]:
+    """What an engine is told that gets all of a version."""
+    update = UPDATES[name]
+    return [SILENT, *([update] if name == "disk" else [BEGIN, update, update, END]), RESUME]

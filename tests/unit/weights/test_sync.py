@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from sync_parts import BUCKETS, SILENT, SYNC_TIMEOUT_S, UPDATES, Run, Server, done
+from sync_parts import BEGIN, BUCKETS, END, RESUME, SILENT, SYNC_TIMEOUT_S, UPDATES, Run, done, parts_of, whole
 
 from megatron_rl.config.settings import WeightSettings
 from megatron_rl.engines import engine_pool
@@ -25,7 +25,7 @@ from megatron_rl.errors import DeadlineError, EngineError, ParityError
 from megatron_rl.observe.metrics import metric_values
 from megatron_rl.weights.sync import TRANSPORTS
 
-BEGIN, END, RESUME, COMPARE = "/begin_weight_update", "/end_weight_update", "/continue_generation", UPDATES["ipc"]
+COMPARE = UPDATES["ipc"]
 
 
 @pytest.fixture
@@ -377,17 +377,6 @@ def test_an_engine_that_fails_a_sync_is_ended(make_run: Callable[..., Run], name
 def dies(run: Run, number: int) -> None:
     """Let the engine that cannot be reached leave the pool."""
     run.servers[number].dead = lambda: run.pool.leave(run.clients[number], EngineError("killed by signal 9"))
-
-
-def parts_of(server: Server, name: str) -> list[str]:
-    """What the engine was told, of a sync."""
-    return [path for path, _ in server.calls if path in (SILENT, BEGIN, UPDATES[name], END, RESUME)]
-
-
-def whole(name: str) -> list[str]:
-    """What an engine is told that gets all of a version."""
-    update = UPDATES[name]
-    return [SILENT, *([update] if name == "disk" else [BEGIN, update, update, END]), RESUME]
 
 
 @pytest.mark.parametrize("name", TRANSPORTS)
