@@ -16,13 +16,14 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from engine_parts import TEMPERATURE, VOCAB, load, make_engine, make_model, reference_log_probs
 from maker_parts import make_maker
 from scoring import score
 from slowed_engine import in_the_middle
 from small_run import exposures
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from megatron_rl.config.settings import SamplingSettings
 from megatron_rl.engines.answers import EngineLoad, Generation
@@ -37,43 +38,11 @@ from megatron_rl.system.leftovers import PREFIX, remove_leftovers
 from megatron_rl.types import Group, Prompt, StopReason
 from megatron_rl.weights.broadcast import BroadcastPlan, join_as_sender
 
-VOCAB = 64
-TEMPERATURE = 0.7
-
-
-def make_model(directory: Path, *, seed: int) -> Qwen3ForCausalLM:
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=512,
-        initializer_range=0.3,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-        dtype="float32",
-    )
-    model = Qwen3ForCausalLM(config).float().eval()
-    model.save_pretrained(directory)
-    return model
-
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Qwen3ForCausalLM]]:
     root = tmp_path_factory.mktemp("models")
     return {name: (root / name, make_model(root / name, seed=seed)) for seed, name in enumerate(("first", "second", "third"))}
-
-
-def make_engine(model: Path, log: Path, **options: Any) -> Engine:
-    # At this level SGLang writes its arguments to the log.
-    arguments = server_arguments({"log_level": "info"}, model_path=model, device_kind="cpu", dtype="float32", seed=7)
-    return Engine(arguments, log_path=log, **options)
 
 
 @pytest.fixture(scope="module")
@@ -86,13 +55,6 @@ def engine(
     yield server, address
     server.stop()
     assert not [process for process in family if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
-
-
-async def load(client: EngineClient, path: Path, *, version: int) -> None:
-    """Load weights as a sync does: a server that has just answered may still count the request as running, and then keeps its cache."""
-    await client.pause("retract")
-    await client.load_weights(path, version=version)
-    await client.resume()
 
 
 @pytest.fixture
@@ -108,13 +70,6 @@ def ask(engine: tuple[Engine, EngineAddress], models: dict[str, tuple[Path, Qwen
         return asyncio.run(session())
 
     return run
-
-
-def reference_log_probs(model: Qwen3ForCausalLM, tokens: list[int], *, temperature: float) -> np.ndarray:
-    """Log-prob of each token but the first, by transformers."""
-    with torch.no_grad():
-        logits = model(torch.tensor([tokens])).logits[0, :-1].double() / temperature
-    return torch.log_softmax(logits, -1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].numpy()
 
 
 def test_nobody_is_shown_the_key_of_a_server(engine: tuple[Engine, EngineAddress]) -> None:
