@@ -18,7 +18,7 @@ from typing import Any, get_args
 import click
 
 from megatron_rl.check import report as report_checks
-from megatron_rl.config.decided import Decision
+from megatron_rl.config.decided import Decision, with_values
 from megatron_rl.config.help import SettingsCommand
 from megatron_rl.config.load import apply_overrides, load_decided, split_words
 from megatron_rl.config.settings import RuntimeSettings, Settings
@@ -122,7 +122,9 @@ def evaluate(
     results = {}
     for model in models or (None,):
         path = [] if model is None else [f"model.path={format_value(model if url is not None else str(policy_in(Path(model))))}"]
-        given, _ = _settings((*data_words(data), *others, *UNTRAINED, *path), reward=reward, ray_address=ray_address)
+        given, decisions = _settings((*data_words(data), *others, *UNTRAINED, *path), reward=reward, ray_address=ray_address)
+        # No candidates are recorded, so there is no limit of them.
+        given = with_values(given, {one.path: None for one in decisions if one.path == "rollout.sampling.top_k"})
         name = str(given.model.path)
         own = out / re.sub(r"[^\w.-]", "-", name).lstrip("-") if out is not None and len(models) > 1 else out
         if url is not None:
@@ -135,6 +137,8 @@ def evaluate(
         else:
             results[name] = _session(settings.runtime).evaluate(settings)
     print_results(results)
+    if empty := [f"{name} {one.name}" for name, found in results.items() for one in found if "reward" not in one.estimates]:
+        raise UserError(f"no answer was scored of {', '.join(empty)}, needs one at least; the same command asks for all of them again")
 
 
 @cli.command(short_help="Show the prompts that a run would see.", context_settings=_OVERRIDES, options_metavar="[OPTIONS]")

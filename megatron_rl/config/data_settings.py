@@ -93,6 +93,8 @@ class DataSettings(Section):
             )
         if self.args and self.source is None:
             raise ValueError(f"data.args has {', '.join(self.args)}, but data.source is not set; set it, or remove data.args")
+        if self.source is not None and self.overlong != "error":
+            raise ValueError(f"data.overlong is {self.overlong}, but data.source {self.source} drops or cuts its rows itself; remove it")
         if self.source is not None and not self.shuffle:
             raise ValueError(f"data.shuffle is false, but data.source {self.source} has an order of its own; remove data.shuffle")
         return self

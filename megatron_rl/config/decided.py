@@ -39,9 +39,9 @@ def decide(settings: Settings, *, has_gpus: bool) -> tuple[Settings, tuple[Decis
         made += _memory(training, settings.model.megatron)
     if rollout.sampling.top_k is None and leaves_tokens_out(rollout.sampling) and not supervised:
         most = rollout.sglang.get(CANDIDATES_LIMIT, MOST_CANDIDATES)
-        made.append(
-            Decision("rollout.sampling.top_k", most, f"an engine records at most {most} candidates for a token ({CANDIDATES_LIMIT})")
-        )
+        # Kernels on GPUs keep all tokens that are as likely as the last one.
+        reason = f"an engine records at most {most} candidates for a token ({CANDIDATES_LIMIT}), and half of them may be ties"
+        made.append(Decision("rollout.sampling.top_k", max(1, most // 2), reason))
     field, cp, longest = "max_tokens_per_micro_batch", training.topology.cp, settings.longest_sequence
     if not supervised and field not in training.model_fields_set and longest > TrainingSettings().max_tokens_per_micro_batch * cp:
         prompt, response = settings.data.max_prompt_tokens, rollout.sampling.max_response_tokens

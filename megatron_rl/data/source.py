@@ -1,9 +1,11 @@
 """Prompts and supervised groups from rows, of files or of a data source. R response tokens."""
 
+import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -75,15 +77,19 @@ class PromptSource:
                 self.lengths = self.lengths[~overlong]
         self.known = file.rows
 
+    @cached_property
+    def prompt_keys(self) -> list[bytes]:
+        """Digests of the prompts, to find repetitions."""
+        return [_prompt_key(row) for row in self.known]
+
     def notes(self, *, labelled: bool = True) -> list[str]:
         """Return notes about long prompts, repeated prompts and, where they should be `labelled`, rows without a label."""
         verb = {"error": "refused", "drop": "left out", "truncate": "cut to their last tokens"}[self._settings.overlong]
         long = f"{counted(self.num_overlong, 'prompt')} of {self.name} of more than {self.max_prompt_tokens} tokens: {verb}"
-        seen: dict[str, str] = {}
-        firsts = [seen.setdefault(prompt_key(row), row.origin) for row in self.known]
-        again = [(row.origin, first) for row, first in zip(self.known, firsts, strict=True) if row.origin != first]
+        seen: dict[bytes, int] = {}
+        again = [(place, first) for place, key in enumerate(self.prompt_keys) if (first := seen.setdefault(key, place)) != place]
         repeated = f"{len(again)} of {counted(len(self.known), 'row')} of {self.name} repeat a prompt: " + "".join(
-            f"{origin} is that of {first}" for origin, first in again[:1]
+            f"{self.known[place].origin} is that of {self.known[first].origin}" for place, first in again[:1]
         )
         label = self._label_note() if labelled else None
         return [*[long] * bool(self.num_overlong), *[repeated] * bool(again), *([] if label is None else [label])]
@@ -258,10 +264,12 @@ def messages_of(row: Row, *, system_prompt: str | None) -> tuple[Message, ...]:
 
 def template_variables(tokenizer: "PreTrainedTokenizerBase") -> frozenset[str]:
     """Return the names that the tokenizer's chat template reads and the caller may give."""
-    if not isinstance(tokenizer.chat_template, str):
-        return frozenset()
+    templates: Any = tokenizer.chat_template or ""
+    text = "".join(templates.values()) if isinstance(templates, dict) else templates
     try:
-        names = find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(tokenizer.chat_template))
+        # Marks of transformers around the assistant's answers.
+        text = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", text)
+        names = find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(text))
     except TemplateError:  # reported by the first prompt that is rendered
         return frozenset()
     return (
@@ -271,16 +279,17 @@ def template_variables(tokenizer: "PreTrainedTokenizerBase") -> frozenset[str]:
     )
 
 
-def prompt_key(row: Row) -> str:
-    """Return a row's prompt without differences of case and white space, to find repetitions."""
+def _prompt_key(row: Row) -> bytes:
+    """Return a digest of a row's prompt without differences of case and white space."""
     text = str(row.token_ids or row.prompt) if isinstance(row.prompt, str) else json.dumps(row.prompt, sort_keys=True)
-    return " ".join(text.casefold().split())
+    return hashlib.blake2b(" ".join(text.casefold().split()).encode(), digest_size=16).digest()
 
 
 def overlap_note(train: PromptSource, held_out: PromptSource) -> str | None:
     """Return a note about prompts of the held-out rows among those to train on; None without any."""
-    origins = {prompt_key(row): row.origin for row in train.known}
-    both = [(row.origin, origins[prompt_key(row)]) for row in held_out.known if prompt_key(row) in origins]
+    wanted = set(held_out.prompt_keys)
+    origins = {key: row.origin for key, row in zip(train.prompt_keys, train.known, strict=True) if key in wanted}
+    both = [(row.origin, origins[key]) for key, row in zip(held_out.prompt_keys, held_out.known, strict=True) if key in origins]
     if not both:
         return None
     which = f"{len(both)} of {counted(len(held_out.known), 'prompt')} of {held_out.name} are also trained on"

@@ -5,6 +5,7 @@ prompts of a set ──► `answer` (engines, or a server) ──► reward ─�
 
 import asyncio
 import hashlib
+import json
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -81,7 +82,7 @@ class Evaluator:
         self._samplings = {name: eval_sampling(rollout.sampling, each.sampling, eos_token_ids=ends) for name, each in settings.sets.items()}
         template = "" if tokenizer is None else str(tokenizer.chat_template or "")
         self._facts = {
-            "rollout": rollout.name,
+            "rollout": {"name": rollout.name, "args": rollout.args, "max_turns": rollout.max_turns, "renderer": rollout.renderer},
             "engine": None if tokenizer is None else f"sglang {version('sglang')}",
             "template_sha256": hashlib.sha256(template.encode()).hexdigest() if template else None,
             "seed": seed,
@@ -143,13 +144,15 @@ class Evaluator:
 
     def _facts_of(self, name: str) -> dict[str, Any]:
         """Return what the answers of a set depend on, besides the weights."""
-        own = self.settings.sets[name]
-        with own.data.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        reward = own.reward or self._reward
+        own, prompts = self.settings.sets[name], self._prompts[name]
+        digest, reward = hashlib.sha256(), own.reward or self._reward
+        for prompt in prompts:
+            seen = (prompt.text, prompt.token_ids.tolist(), prompt.label, list(prompt.messages), dict(prompt.metadata))
+            digest.update(json.dumps(seen, sort_keys=True).encode())
         return {
             **self._facts,
-            **{"set": name, "data": str(own.data), "data_sha256": digest, "num_prompts": len(self._prompts[name]), "samples": own.samples},
+            **{"set": name, "data": str(own.data), "prompts_sha256": digest.hexdigest(), "num_prompts": len(prompts)},
+            "samples": own.samples,
             **{"sampling": asdict(self._samplings[name]), "reward": {"function": reward.function, "args": reward.args}},
         }
 

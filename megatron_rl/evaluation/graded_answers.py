@@ -137,13 +137,14 @@ def by_prompt(answers: Iterable[Answer]) -> dict[str, list[Answer]]:
 
 
 def _whole(path: Path, num_samples: int) -> dict[str, list[Answer]]:
-    """Return the answers to prompts with all of theirs, without the torn last line of a kill."""
+    """Return the answers to prompts that have all of theirs scored, without the torn last line of a kill."""
     if not path.exists():
         return {}
     content = path.read_bytes()
     if not content.endswith(b"\n"):
         os.truncate(path, content.rfind(b"\n") + 1)
-    return {name: answers for name, answers in by_prompt(read_answers(path)).items() if len(answers) >= num_samples}
+    found = by_prompt(read_answers(path)).items()
+    return {name: kept for name, kept in found if len(kept) == num_samples and all(each.cause is None for each in kept)}
 
 
 def _facts_in(result: Path) -> Any:

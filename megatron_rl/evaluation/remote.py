@@ -29,6 +29,8 @@ _AGAIN = (408, 409, 429)
 _OPENAI = ("temperature", "top_p", "frequency_penalty", "presence_penalty", "max_tokens")
 _EXTENSIONS: dict[str, Any] = {"top_k": None, "min_p": 0.0, "repetition_penalty": 1.0}
 """Fields that are none of OpenAI's, sent where they differ from these values."""
+_KEEPS_STOP = ("no_stop_trim", "include_stop_str_in_output")
+"""Fields of SGLang and vLLM that leave the stop string in an answer."""
 _TEMPLATE = "chat_template_kwargs"
 """Of a row and of data: sent with messages, as SGLang and vLLM take it."""
 _IS_CHAT = "remote_is_chat"
@@ -58,7 +60,9 @@ class RemoteModel:
         fields = {"model": self._name, **{name: getattr(sampling, name) for name in _OPENAI}, **extended, "seed": index}
         fields |= {"messages": list(prompt.messages)} if is_chat else {"prompt": prompt.text}
         fields |= {_TEMPLATE: kwargs} if is_chat and (kwargs := prompt.metadata[_TEMPLATE]) else {}
-        fields |= {"stop": list(sampling.stop)} if sampling.stop else {}
+        # Rewards see the string that ended an answer, as those of engines do.
+        fields |= {"stop": list(sampling.stop), **dict.fromkeys(_KEEPS_STOP, True)} if sampling.stop else {}
+        fields |= {"stop_token_ids": list(sampling.stop_token_ids)} if sampling.stop_token_ids else {}
         try:
             sample = _read(await self._post("chat/completions" if is_chat else "completions", fields), prompt)
         except TrajectoryError as error:
@@ -119,7 +123,9 @@ async def _evaluate(settings: Settings, url: str) -> list[SetResult]:
         scores = scores_of_sets(sets, settings.reward, prompts=prompts, stack=workers, **options)
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         timeout = aiohttp.ClientTimeout(total=deadline_s)
-        session = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout, headers=headers))
+        session = await stack.enter_async_context(
+            aiohttp.ClientSession(timeout=timeout, headers=headers, connector=aiohttp.TCPConnector(limit=0))
+        )
         name, most = str(settings.model.path), rollout.max_concurrent_requests or 256
         remote = RemoteModel(session, url, name, score=rewards.score, scores=scores, most_requests=most)
         reading: dict[str, Any] = {"prompts": prompts, "tokenizer": None, "rollout": rollout, "reward": settings.reward}
@@ -131,6 +137,8 @@ def _prompt(name: str, row: Row, data: DataSettings) -> Prompt:
     """Return a prompt whose tokens only the server knows. Raises UserError for one of tokens."""
     if row.token_ids:
         raise UserError(f"{row.origin}: the prompt is a list of token ids, needs text or messages with --url; write it as text")
+    if row.metadata.get("tools"):
+        raise UserError(f"{row.origin}: has 'tools', which --url does not send; evaluate the model's directory, or rename the field")
     messages = messages_of(row, system_prompt=data.system_prompt)
     text = row.prompt if isinstance(row.prompt, str) else "\n".join(str(message.get("content", "")) for message in messages)
     own = row.metadata.get(_TEMPLATE) or {}

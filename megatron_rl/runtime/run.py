@@ -91,6 +91,10 @@ class Run(ABC):
         """Free data that only a resume from a checkpoint older than `before_step` needs."""
         return
 
+    def give_up(self) -> None:
+        """Cancel work beside the ranks, whose life ends."""
+        return
+
     def _stop_batches(self, error: BaseException) -> None:
         """Stop making batches because `error` ends the run; the final save must not wait."""
         return
@@ -392,6 +396,10 @@ class RolloutRun(Run):
         self._evaluations.begin(step=step, goes_on=goes_on)
         if not self._settings.rollout.max_staleness or self._devices is not None or step == self.num_steps:
             self._evaluations.finish(late=False)
+
+    def give_up(self) -> None:
+        """Cancel an evaluation in progress."""
+        self._evaluations.give_up()
 
     def _stop_batches(self, error: BaseException) -> None:
         # A dead engine fails no wait for the ranks, and the ranks are well.

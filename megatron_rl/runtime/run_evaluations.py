@@ -61,6 +61,12 @@ class RunEvaluations:
             results = self._wait(begun.running, name=f"evaluation after step {begun.step}", timeout_s=timeout_s)
         self._records.add_evaluation(results, step=begun.step, late=late)
 
+    def give_up(self) -> None:
+        """Cancel the evaluation in progress, if any, whose answers are kept."""
+        if self._begun is not None:
+            self._begun.running.cancel()
+            self._begun = None
+
 
 def make_evaluator(settings: Settings, manager: RolloutManager) -> Evaluator:
     """Return the evaluator of a run's sets, on the engines of `manager`."""

@@ -91,7 +91,10 @@ def _begin(settings: Settings, start: RunStart, *, resume: bool, console: RunCon
     found = newest_checkpoint(directory) if resume else None
     step, row = (found[1].step, found[1].metrics) if found is not None else (0, {})
     sinks = Sinks(directory, settings.observe, first_step=step, row=row, config=settings.model_dump(mode="json"))
-    return make_run(records=RunRecords(settings.run, console=console, sinks=start.life.enter_context(sinks), memory=memory, timer=timer))
+    records = RunRecords(settings.run, console=console, sinks=start.life.enter_context(sinks), memory=memory, timer=timer)
+    run = make_run(records=records)
+    start.life.callback(run.give_up)
+    return run
 
 
 def _clean_up(console: RunConsole) -> None:

@@ -57,7 +57,8 @@ def likeliest(
     cause = cause or other_temperature(engine_T[mask], trainer_at, temperature=probe.temperature, limits=limits)
     if cause is None:
         of_failed = scored(batch) & np.repeat(np.isin(probe.engines, failed), batch.lengths)
-        plain_T = log_probs(probe.batch, temperature=1.0)
+        # Engines score over the whole vocabulary.
+        plain_T = log_probs(replace(probe.batch, candidates=None), temperature=1.0)
         cause = other_model(probe.scores, plain_T, batch, mask_T=of_failed, limits=scoring, mixture=mixture)
     others = len(masks) - len(failed)
     alone = f" alone ({counted(others, 'other engine')} agreed)" if others else ""
@@ -90,11 +91,12 @@ def changed_samples(batch: TrainBatch, log_probs: LogProbs, *, version: int, tem
 
 
 def _reversed(batch: TrainBatch) -> TrainBatch:
-    tokens = batch.tokens.copy()
+    order = np.arange(len(batch.tokens))
     for end, length, prompt in zip(batch.cu_seqlens[1:], batch.lengths, batch.prompt_lengths, strict=True):
         begin = end - length + prompt
-        tokens[begin:end] = tokens[begin:end][::-1]
-    return replace(batch, tokens=tokens)
+        order[begin:end] = order[begin:end][::-1]
+    candidates = None if batch.candidates is None else batch.candidates.take(order)
+    return replace(batch, tokens=batch.tokens[order], candidates=candidates)
 
 
 def other_temperature(engine_T: Floats, trainer_at: Callable[[float], Floats], *, temperature: float, limits: Limits) -> str | None:

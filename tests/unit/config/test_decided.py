@@ -30,8 +30,8 @@ def settings_of(*overrides: str) -> Settings:
             # (1024 + 40000) / 2 tokens.
             {"training.max_tokens_per_micro_batch": 20512},
         ),
-        (("rollout.sampling.top_p=0.9",), {"rollout.sampling.top_k": 4096}),
-        (("rollout.sampling.min_p=0.1", "rollout.sglang={sampling_mask_max_tokens: 100}"), {"rollout.sampling.top_k": 100}),
+        (("rollout.sampling.top_p=0.9",), {"rollout.sampling.top_k": 2048}),
+        (("rollout.sampling.min_p=0.1", "rollout.sglang={sampling_mask_max_tokens: 100}"), {"rollout.sampling.top_k": 50}),
         (("rollout.sampling.top_p=0.9", "rollout.sampling.top_k=7"), {}),
         (("rollout.sampling.top_p=0.9", "objective.policy_loss.kind=sft"), {}),
         (CLUSTER, {"training.topology.num_ranks": 8, "rollout.num_engines": 8}),

@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 
 from megatron_rl.config.load import dump_settings, load_settings
 from megatron_rl.data.overview import detailed_overview, overview
-from megatron_rl.data.source import RunPrompts
+from megatron_rl.data.source import RunPrompts, template_variables
 from megatron_rl.errors import UserError
 
 TEMPLATE = (
@@ -111,6 +112,9 @@ def test_a_choice_of_no_rows_is_refused(read: Read, tmp_path: Path) -> None:
         read([{"path": str(path), "weight": 0}])
     with pytest.raises(UserError, match=r"data\.train"):
         read([])
+    words = ["run.directory=r", "model.path=m", "data={source: a:B, overlong: drop}"]
+    with pytest.raises(UserError, match=r"data\.overlong is drop, but data\.source a:B drops or cuts its rows itself; remove it"):
+        load_settings(None, words)
 
 
 def test_rows_of_verl_train_as_they_are(read: Read, tmp_path: Path) -> None:
@@ -210,6 +214,10 @@ def test_template_arguments_of_the_run_and_of_a_row(read: Read, tmp_path: Path) 
     path = lines(tmp_path / "a.jsonl", {"prompt": chat}, {"prompt": chat, "chat_template_kwargs": {"enable_thinking": False}})
     first, second = read(path, "data.chat_template_kwargs.enable_thinking=true").source.all()
     assert (first.text, second.text) == ("<user>9<assistant>", "<user>9<assistant><no>")
+    marked: Any = TEMPLATE + "{% generation %}{% endgeneration %}"
+    for template in (marked, {"default": TEMPLATE}):
+        tokenizer: Any = SimpleNamespace(chat_template=template, special_tokens_map={})
+        assert template_variables(tokenizer) == {"enable_thinking"}
     with pytest.raises(UserError, match=r"does not read 'thinking' of chat_template_kwargs, needs one of enable_thinking"):
         read(path, "data.chat_template_kwargs.thinking=true")
 

@@ -74,7 +74,7 @@ def test_each_set_has_its_sampling_and_every_answer_is_kept(
     assert {(answer.answer, answer.num_tokens, answer.stop_reason) for answer in kept if answer.index == 1} == {("a1", 3, "stop")}
     result = json.loads(greedy.path.read_text())
     assert result["facts"]["sampling"]["temperature"] == 0.0 and result["facts"]["sampling"]["top_p"] == 1.0
-    assert result["facts"]["engine"].startswith("sglang ") and len(result["facts"]["data_sha256"]) == 64
+    assert result["facts"]["engine"].startswith("sglang ") and len(result["facts"]["prompts_sha256"]) == 64
     assert result["confidence"] == 0.95 and result["weight_versions"] == [0, 0]
     others = [evaluate(settings, tmp_path / f"e{seed}", seed=seed)[0][0].estimates for seed in range(1, 4)]
     assert all(found == many.estimates for found in others), "whichever answer is the first"
@@ -96,6 +96,32 @@ def test_a_killed_evaluation_goes_on_where_it_was(make_settings: Callable[..., S
         (again,), asked = evaluate(settings, tmp_path / "e", seed=9, names=("many",), **changes)
         assert asked == expected and again.estimates == whole.estimates
         assert len(read_answers(file)) == 12
+
+
+def test_answers_of_other_prompts_settings_or_failures_are_asked_again(make_settings: Callable[..., Settings], tmp_path: Path) -> None:
+    _, requests = evaluate(make_settings(), tmp_path / "e", names=("many",))
+    assert evaluate(make_settings(), tmp_path / "e", names=("many",), goes_on=True)[1] == 0
+    file = tmp_path / "e" / "many.jsonl"
+    first, *lines = file.read_text().splitlines(keepends=True)
+    failed = json.dumps(json.loads(first) | {"cause": "reward_error", "message": "boom", "reward": None, "correct": None}) + "\n"
+    file.write_text(failed + "".join(lines))
+    again, asked = evaluate(make_settings(), tmp_path / "e", names=("many",), goes_on=True)
+    assert asked == requests // 3 and again[0].failures == {}
+    (tmp_path / "held_out.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"{number}=", "label": "7"}) + "\n" for number in (100, 101, 102))
+    )
+    assert evaluate(make_settings(), tmp_path / "e", names=("many",), goes_on=True)[1] == requests
+    assert (
+        evaluate(make_settings("rollout.max_turns=3", "rollout.renderer=qwen3"), tmp_path / "e", names=("many",), goes_on=True)[1]
+        == requests
+    )
+
+
+def test_a_set_may_be_several_files(make_settings: Callable[..., Settings], tmp_path: Path) -> None:
+    for number in range(2):
+        (tmp_path / f"part-{number}.jsonl").write_text(json.dumps({"prompt": f"{number}=", "label": "1"}) + "\n")
+    (found,), _ = evaluate(make_settings(f"eval.sets.parts={tmp_path}/part-*.jsonl"), tmp_path / "e", names=("parts",))
+    assert found.estimates["reward"].num == 2
 
 
 def test_a_set_has_its_own_reward_function(make_settings: Callable[..., Settings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,7 +71,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 def test_a_served_model_is_measured_by_the_same_code(server: Server, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    sets = f"eval.sets.rows={{data: {tmp_path}/rows.jsonl, sampling: {{top_k: 7, stop: [x]}}}}"
+    sets = f"eval.sets.rows={{data: {tmp_path}/rows.jsonl, sampling: {{top_k: 7, stop: [x], stop_token_ids: [5]}}}}"
     given = load_settings(None, [sets, "rollout.sampling.temperature=0.5", *UNTRAINED, "model.path=its/name"])
     (result,) = evaluate_url(with_options(given, samples=2, out=tmp_path / "out"), url=server.url)
     assert (result.estimates["accuracy"].value, result.estimates["accuracy"].num) == (0.5, 2)
@@ -85,8 +85,23 @@ def test_a_served_model_is_measured_by_the_same_code(server: Server, tmp_path: P
     assert len(server.asked) == 1 + 6 and {key for _, _, key in server.asked} == {"Bearer secret"}
     path, fields, _ = next(each for each in server.asked if "messages" in each[1])
     expected = {"model": "its/name", "temperature": 0.5, "top_p": 1.0, "top_k": 7, "stop": ["x"], "max_tokens": 1024}
+    expected |= {"no_stop_trim": True, "include_stop_str_in_output": True, "stop_token_ids": [5]}
     assert path == "/v1/chat/completions" and expected.items() <= fields.items() and "min_p" not in fields
     assert json.loads(result.path.read_text())["facts"]["engine"] is None
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"prompt": [3, 4]}, "is a list of token ids, needs text or messages with --url"),
+        ({"prompt": [{"role": "user", "content": "1"}], "tools": [{}]}, "has 'tools', which --url does not send"),
+    ],
+)
+def test_rows_that_a_server_cannot_be_asked_are_refused(tmp_path: Path, row: dict[str, Any], words: str) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    given = load_settings(None, [f"eval.sets.a={tmp_path}/rows.jsonl", *UNTRAINED, "model.path=m"])
+    with pytest.raises(UserError, match=rf"rows\.jsonl:1: .*{words}"):
+        evaluate_url(with_options(given, samples=None, out=tmp_path / "out"), url="http://127.0.0.1:9/v1")
 
 
 def test_environments_are_not_asked_of_a_server(tmp_path: Path) -> None:
