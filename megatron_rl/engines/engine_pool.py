@@ -188,6 +188,11 @@ class EnginePool:
         return any(client not in self._admitted for client in self.membership.members)
 
     @property
+    def waits_for_weights(self) -> bool:
+        """Return True when no member gets requests before it has its first weights. Safe in any thread."""
+        return self.has_newcomers and not self._usable
+
+    @property
     def is_empty_for_now(self) -> bool:
         """Return True when there is no member, but one is being started again."""
         return not self.membership.members and self._num_returning > 0

@@ -110,8 +110,11 @@ class EngineGroup:
 
     def begin_start(self) -> list[ray.ObjectRef]:
         """Ask every engine that does not serve to start; wait for all with `finish_start`."""
-        for number in [number for number, watch in self._watches.items() if watch.done()]:
-            self._renew(number)
+        for number, restarts in enumerate(self._restarts):
+            watch = self._watches.get(number)
+            # One without a watch was dead, and had not come back.
+            if watch.done() if watch is not None else restarts:
+                self._renew(number)
         return [worker.start.remote(start_deadline_s(self._settings.model)) for worker in self._workers]
 
     def finish_start(self, refs: list[ray.ObjectRef]) -> list[EngineAddress]:

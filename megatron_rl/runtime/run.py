@@ -6,8 +6,9 @@ weights to them; `supervised_run.SupervisedRun` reads batches from a file.
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -239,6 +240,16 @@ class Run(ABC):
             self.log(step=self.trained_steps)
         self._records.write_outcome(status_of(error), steps=self.trained_steps)
 
+    @contextmanager
+    def told_of_failure(self) -> Iterator[None]:
+        """Write the outcome of a run that ends in the body, while its ranks are brought back."""
+        try:
+            yield
+        except BaseException as error:
+            with suppress(MegatronRLError, OSError):
+                self._records.write_outcome(status_of(error), steps=self._saved_steps)
+            raise
+
     def _saves_at_the_end(self, error: BaseException) -> bool:
         """Return True where `error` leaves the ranks well: SIGTERM, or a failure of the rollout."""
         return asked_to_end(error) or (self._ranks_are_idle and isinstance(error, UserError | DeadlineError))
@@ -288,6 +299,9 @@ class RolloutRun(Run):
 
         def meanwhile() -> None:
             self._finish_save(waits=False)
+            if self._version is None and self._manager.pool.waits_for_weights:
+                # Engines get no other weights before the evaluation of those that they lost has ended.
+                self._evaluations.give_up()
             self._update_newcomers()
 
         result = self._watchdog.wait(work, name=name, owner="the engines", timeout_s=timeout_s, meanwhile=meanwhile)
@@ -385,6 +399,8 @@ class RolloutRun(Run):
         """Return `error` with its likeliest cause; `batch` are the samples that disagree."""
         self._take_devices(Phase.SYNC)
         again, samples = partial(self._sync_weights, version, proves=False), None if batch is None else (batch, version)
+        if batch is not None and self._devices is not None:
+            again()  # engines that share GPUs lose their weights while the trainer trains
         cause = self._agreement.likely_cause(self._probe, self._ranks.log_probs, again, samples=samples)
         return ParityError(f"{error}; {cause}")
 
@@ -412,6 +428,7 @@ class RolloutRun(Run):
         return self._wait(self._manager.position(step=step), name="flushing the buffer")
 
     def _rewind(self, *, step: int, position: dict[str, Any] | None) -> tuple[str, ...]:
+        self._evaluations.forget(after_step=step)
         return self._wait(self._manager.rewind(step=step, position=position), name="rewinding the buffer")
 
     def _forget(self, *, before_step: int) -> None:

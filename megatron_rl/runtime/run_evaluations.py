@@ -1,8 +1,9 @@
 """The evaluations of a run: each is waited for, or goes on beside the training of the next step."""
 
 import math
+import shutil
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,7 @@ class RunEvaluations:
         self._settings, self._evaluator, self._watchdog = settings, make_evaluator(settings, manager), watchdog
         self._wait, self._records = wait, records
         self._begun: _Begun | None = None
+        self._running: Future[list[SetResult]] | None = None
 
     def due(self, step: int) -> tuple[str, ...]:
         """Return the sets to evaluate after `step` steps."""
@@ -49,7 +51,8 @@ class RunEvaluations:
             goes_on=goes_on,
             advance=progress.advance,
         )
-        self._begun = _Begun(step, names, progress, self._watchdog.begin(running))
+        self._running = self._watchdog.begin(running)
+        self._begun = _Begun(step, names, progress, self._running)
 
     def finish(self, *, late: bool = True) -> None:
         """Wait for the evaluation in progress, if any; a `late` one is of a step whose row is written."""
@@ -57,15 +60,24 @@ class RunEvaluations:
             return
         begun, self._begun = self._begun, None
         timeout_s = evaluation_deadline_s(self._settings, num_samples=self._evaluator.num_answers(begun.names))
-        with self._records.phase("eval", progress=begun.progress):
-            results = self._wait(begun.running, name=f"evaluation after step {begun.step}", timeout_s=timeout_s)
+        try:
+            with self._records.phase("eval", progress=begun.progress):
+                results = self._wait(begun.running, name=f"evaluation after step {begun.step}", timeout_s=timeout_s)
+        except CancelledError:
+            self._records.say(f"the evaluation after step {begun.step} is given up, because no engine has its weights any more")
+            return
         self._records.add_evaluation(results, step=begun.step, late=late)
 
     def give_up(self) -> None:
         """Cancel the evaluation in progress, if any, whose answers are kept."""
-        if self._begun is not None:
-            self._begun.running.cancel()
-            self._begun = None
+        if self._running is not None:
+            self._running.cancel()
+
+    def forget(self, *, after_step: int) -> None:
+        """Delete the answers of later steps, which another life of the run made with weights of its own."""
+        for path in (self._settings.run.directory / EVALUATION_DIRECTORY).glob("step-*"):
+            if int(path.name.removeprefix("step-")) > after_step:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def make_evaluator(settings: Settings, manager: RolloutManager) -> Evaluator:

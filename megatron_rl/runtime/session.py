@@ -59,7 +59,7 @@ def train(settings: Settings, *, resume: bool, weights_only: bool = False) -> No
             start = RunStart(settings, stack, StartReport(console, timer))
             begin = partial(_begin, settings, start, console=console, memory=memory, timer=timer)
             returns = RankReturns(settings.runtime.restarts, directory=directory, note=console.say)
-            run = begin(resume=resume)
+            run, origin = begin(resume=resume), _newest(directory)
             while True:
                 try:
                     with _keeping_what_it_has(run, console), returns.noticing(start):
@@ -69,7 +69,9 @@ def train(settings: Settings, *, resume: bool, weights_only: bool = False) -> No
                         run.finish()
                     return
                 except RanksLostError:
-                    resume, weights_only, run = True, False, returns.bring_back(start, begin, after=run)
+                    with run.told_of_failure():
+                        run = returns.bring_back(start, begin, after=run)
+                    resume, weights_only = True, weights_only and _newest(directory) == origin
 
 
 def _begin(settings: Settings, start: RunStart, *, resume: bool, console: RunConsole, memory: PeakMemory, timer: PhaseTimer) -> Run:
@@ -95,6 +97,11 @@ def _begin(settings: Settings, start: RunStart, *, resume: bool, console: RunCon
     run = make_run(records=records)
     start.life.callback(run.give_up)
     return run
+
+
+def _newest(directory: Path) -> Path | None:
+    found = newest_checkpoint(directory)
+    return None if found is None else found[0]
 
 
 def _clean_up(console: RunConsole) -> None:

@@ -199,7 +199,6 @@ class RunStart:
     def end_life(self) -> None:
         """End ranks and the driver's parts, for a new start. Engines on devices of their own stay."""
         self.watchdog.forget()
-        self.watchdog.watch("Ray", self.ray)
         assert self.ranks is not None, "started before"
         self.ranks.end()
         self.life.close()
@@ -207,6 +206,7 @@ class RunStart:
             # The parts of their memory on the devices are not known.
             self._engines.stop()
             self._engines = self._sync = None
+        self.watchdog.watch("Ray", self.ray)
 
     def _start_ranks(self, ranks: TrainerGroup, *, resume: bool, then: Callable[[], object] = lambda: None) -> None:
         """Wait for the ranks, which first check a resumed checkpoint: engines take longer, and the load gets shorter."""
@@ -247,7 +247,7 @@ class RunStart:
         with self.report.part("weight transport"):
             wait = partial(self.watchdog.wait, owner="the weight transport", timeout_s=timeout_s + ENGINE_CONTROL_S)
             if before is not None:
-                wait(before.give_up(manager.clients), name="parting the engines from dead ranks")
+                wait(before.give_up(manager.pool), name="parting the engines from dead ranks")
             wait(sync.connect(), name="joining trainer and engines")
         self._sync = sync
         return sync

@@ -126,7 +126,7 @@ class IpcSender(WeightSender):
             for number, flat in enumerate(fill_buckets(weights, self._plan.buckets, allocate=shared.allocate)):
                 if held:
                     seats = self._those_that_took(held, version=version, number=number - 1)
-                    shared.free(held.values())
+                    shared.free(held[seat] for seat in seats)
                 if not seats:
                     return
                 held = self._offer(flat, seats, shared, version=version, number=number, scratch=scratch)

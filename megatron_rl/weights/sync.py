@@ -11,6 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from megatron_rl.engines.client import EngineClient
@@ -32,6 +33,7 @@ TRANSPORTS: Mapping[str, Callable[[Surroundings], WeightTransport]] = {
 CHECK_INTERVAL = 10
 """Versions from one comparison of checksums to the next, of 3.5 copies of the weights at each end."""
 PARTING = "parting trainer and engines"
+GIVE_UP_S = 15.0  # for an engine's part in ending a sync whose ranks are gone
 RETURN_POLL_S = 0.1  # looks for an engine that is being started again, where there is no other
 
 MakeTransport = Callable[[Sequence[str]], WeightTransport]
@@ -92,16 +94,23 @@ class WeightSync:
         """Close both ends; the next sync connects anew. Raises what `run` raises."""
         await self._disconnect(self._deadline())
 
-    async def give_up(self, clients: Iterable[EngineClient]) -> None:
-        """Close the engines' end, also in the middle of a sync, by `clients` of them, where the ranks are gone."""
+    async def give_up(self, pool: EnginePool) -> None:
+        """Close the engines' end, also in the middle of a sync, where the ranks are gone; `pool` has the engines now."""
         connection, self._connection = self._connection, None
-        if connection is None:
-            return
-        for client in clients:
-            for call in (client.end_weight_update(), connection.transport.disconnect(client)):
+
+        async def part(client: EngineClient, transport: WeightTransport) -> None:
+            for call in (client.end_weight_update, partial(transport.disconnect, client)):
                 # Neither an update in progress nor the connection of an engine that has come since.
-                with contextlib.suppress(EngineError, DeadlineError):
-                    await call
+                with contextlib.suppress(EngineError):
+                    try:
+                        await asyncio.wait_for(call(), GIVE_UP_S)
+                    except TimeoutError as error:  # also a DeadlineError
+                        pool.end_failed(client, error)
+                        await pool.loses_one_of([client])
+                        return
+
+        if connection is not None:
+            await asyncio.gather(*(part(client, connection.transport) for client in pool.membership.members))
 
     async def run(self, *, version: int, prove: Prove | None = None) -> dict[str, Metric]:
         """Give every member the trainer's current weights as `version`; `prove` them before a new one gets requests.
@@ -142,8 +151,6 @@ class WeightSync:
             asked = {f"version of {client.address.url}": self._pool.while_it_stays(client, client.weight_version()) for client in members}
             served = await self._all_of(asked, what=what, deadline=deadline)
         except RuntimeError:
-            if expected is not None:
-                expected.cancel()
             # From an engine, or from a rank with a broken connection.
             for client, update in receiving.items():
                 if update.done() and not update.cancelled() and isinstance(fault := update.exception(), Exception):

@@ -31,7 +31,7 @@ def test_an_example_of_agents(name: str, tmp_path: Path, finish: Callable[..., N
     sizes = (
         "run.num_steps=2",
         "training.schedule.warmup_steps=1",
-        "eval.sets={}",
+        "eval={}",
         "data.prompts_per_step=2",
         "data.samples_per_prompt=2",
     )

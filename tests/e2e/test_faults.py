@@ -27,7 +27,7 @@ NUM_STEPS = 4
 WAIT_S = 600.0
 SLOW_REWARD = ("reward.function=tests.e2e.one_by_one:slow_score", "reward.args.seconds=0.03")
 SMALL = (
-    f"run.num_steps={NUM_STEPS}", "run.save_interval=1", "run.eval_interval=0", "data.eval=null", "rollout.sampling.max_response_tokens=8",
+    f"run.num_steps={NUM_STEPS}", "run.save_interval=1", "eval={}", "rollout.sampling.max_response_tokens=8",
 )  # fmt: skip
 MODES: dict[str, tuple[str, ...]] = {
     "sync": (),

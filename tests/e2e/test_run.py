@@ -63,7 +63,7 @@ def steps_of(directory: Path) -> list[int]:
 def test_no_step_is_made_on_samples_that_were_changed(task: Path, tmp_path: Path, start: Callable[..., Any], change: str) -> None:
     directory = tmp_path / "run"
     changed = ("rollout.function=tests.e2e.changed_samples:rollout", f"rollout.args.change={change}")
-    run = start(*rl_arguments(task, directory, "run.num_steps=3", "eval.sets={}", "run.save_interval=1", *changed))
+    run = start(*rl_arguments(task, directory, "run.num_steps=3", "eval={}", "run.save_interval=1", *changed))
     assert run.wait() == 1, run.output
     said = " ".join(run.output.split())
     assert re.search(
@@ -85,7 +85,7 @@ def test_a_signal_leaves_a_checkpoint_and_no_process(
     Without held-out data, which is the default.
     """
     directory = tmp_path / "run"
-    run = start(*rl_arguments(task, directory, "run.num_steps=1000", "run.save_interval=2", "eval.sets={}"))
+    run = start(*rl_arguments(task, directory, "run.num_steps=1000", "run.save_interval=2", "eval={}"))
     run.wait_for("  2/1000")
     deadline = time.monotonic() + 30
     # A process that changes its threads or files meanwhile can be missed.

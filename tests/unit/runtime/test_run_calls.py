@@ -284,9 +284,9 @@ def test_samples_that_disagree_end_the_run_with_the_likeliest_cause(
     monkeypatch.setattr(Ranks, "log_probs", log_probs)
     monkeypatch.setattr(Ranks, "train", train)
 
-    def cause(*peers: Any, weights: str = "synced") -> str:
+    def cause(*peers: Any, weights: str = "synced", shared: bool = False) -> str:
         calls.clear()
-        run = make_run(devices=Devices(calls))
+        run = make_run(devices=Devices(calls) if shared else None)
         manager = run._manager  # type: ignore[attr-defined]
         manager._head = weights
         manager.pool = EnginePool([manager, *peers], max_requests=1)
@@ -306,6 +306,8 @@ def test_samples_that_disagree_end_the_run_with_the_likeliest_cause(
     assert "likeliest cause on url: stale weights, since another sync of the same version changed 1 of 1 weight: head" in cause(
         weights="made up"
     )
+    assert "stale" not in cause(weights="lost", shared=True), "devices that are shared bring no weights back"
+    assert calls.index(("publish", 4)) < calls.index(("probe",))
     peer = Manager(calls, fails_at=None, error=None)
     peer.address, peer.log_prob, peer._head = replace(peer.address, url="peer"), 0.5, "synced"
     monkeypatch.setattr(Ranks, "log_probs", lambda self, batch, *, temperature: np.full(len(batch.tokens), 0.5, np.float32))
