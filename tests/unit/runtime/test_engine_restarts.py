@@ -99,3 +99,16 @@ def test_engines_that_serve_go_on_and_dead_ones_start_with_new_ranks(monkeypatch
     assert group._watches[0] is first
     group.watch(1, goes_on=lambda error: True)
     assert not group._watches[1].done(), "another engine is watched by another call"
+
+
+def test_an_engine_that_did_not_come_back_starts_with_new_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    actors, group = Actors(monkeypatch), make_group()
+    group.begin_start()
+    for number in range(2):
+        group.watch(number, goes_on=lambda error: True)
+    actors.error = EngineError("does not start")
+    with pytest.raises(EngineError):
+        asyncio.run(group.restart(1))
+    actors.error = None
+    group.begin_start()
+    assert (actors.killed, [worker.number for worker in group._workers]) == ([1, 2], [0, 3])

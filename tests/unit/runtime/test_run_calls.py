@@ -114,6 +114,31 @@ def test_an_asynchronous_run_trains_during_an_evaluation(make_run: MakeRun, call
     assert [rows[step].get("train/loss") for step in rows] == [None, 1.0, 0.9]
 
 
+def test_an_evaluation_without_engines_of_its_weights_is_given_up(
+    make_run: MakeRun, calls: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The engine that was started again gets weights by the sync alone, which the evaluation would hold up."""
+    monkeypatch.setattr(watchdog, "MEANWHILE_S", 0.01)
+    words = ("rollout.max_staleness=1", "objective.proximal=rollout", "eval.interval=1", "run.save_interval=0")
+    run: Any = make_run("run.num_steps=2", "eval.sets.held_out=held_out.jsonl", *words)
+    run._evaluations._evaluator.may_end.clear()
+    run.begin(step=0)
+    run.train(run.next_batch(0), step=0)
+    monkeypatch.setattr(EnginePool, "waits_for_weights", True)
+    run.publish(version=1)
+    run._evaluations._evaluator.may_end.set()
+    assert ("publish", 1) in calls and "the evaluation after step 0 is given up" in " ".join(capsys.readouterr().out.split())
+    assert "eval/held_out/accuracy" not in read_metrics(tmp_path / "run" / METRICS_FILE)[0]
+
+
+def test_answers_of_later_steps_go_with_a_resume(make_run: MakeRun, tmp_path: Path) -> None:
+    for step in (0, 2, 4):
+        (tmp_path / "run" / "evaluation" / f"step-{step:06}").mkdir(parents=True)
+    run: Any = make_run("run.num_steps=9")
+    run._rewind(step=2, position={"cursor": 7})
+    assert sorted(path.name for path in (tmp_path / "run" / "evaluation").iterdir()) == ["step-000000", "step-000002"]
+
+
 def test_a_resumed_run_evaluates_at_the_same_steps(make_run: MakeRun, calls: Calls) -> None:
     overrides = ("run.num_steps=9", "run.save_interval=1", "eval.interval=2", "eval.sets.held_out=held_out.jsonl")
     for last, evaluates in ((3, False), (4, True)):
@@ -306,8 +331,8 @@ def test_samples_that_disagree_end_the_run_with_the_likeliest_cause(
     assert "likeliest cause on url: stale weights, since another sync of the same version changed 1 of 1 weight: head" in cause(
         weights="made up"
     )
-    assert "stale" not in cause(weights="lost", shared=True), "devices that are shared bring no weights back"
-    assert calls.index(("publish", 4)) < calls.index(("probe",))
+    cause(shared=True)
+    assert calls.index(("publish", 4)) < calls.index(("probe",)), "engines lose their weights on shared devices"
     peer = Manager(calls, fails_at=None, error=None)
     peer.address, peer.log_prob, peer._head = replace(peer.address, url="peer"), 0.5, "synced"
     monkeypatch.setattr(Ranks, "log_probs", lambda self, batch, *, temperature: np.full(len(batch.tokens), 0.5, np.float32))

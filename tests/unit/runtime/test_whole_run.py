@@ -394,3 +394,30 @@ def test_a_run_whose_ranks_die_starts_new_ones_by_itself(
     assert f"; {0 if saves else 1} trained step{'s' if saves else ''} to be done again" in said
     assert len(groups) == 2 and len(ended) == 1 and Engines.stopped == (not supervised)
     assert supervised or asked == [0, 0, 1, 1, *([] if saves else [1, 1])]
+
+
+def test_ranks_that_come_back_load_as_the_first_ones(make_settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the checkpoint of the command, without the optimizer; where they cannot start, the summary says so."""
+    session.train(make_settings("run.num_steps=1", "run.save_interval=1"), resume=False)
+    loads, own = list[bool](), start.RunStart._start_ranks
+
+    def train(self: Ranks, batch: TrainBatch, *, step: int, expected: Expected | None) -> list[dict[str, Metric]]:
+        self.has_died = True
+        raise WorkerDiedError("Megatron rank 1 died")
+
+    def start_ranks(self: RunStart, ranks: Any, **kind: Any) -> None:
+        if len(loads) == 2:
+            raise UserError("no place for ranks")
+        own(self, ranks, **kind)
+
+    monkeypatch.setattr(Ranks, "train", train)
+    monkeypatch.setattr(Ranks, "end", lambda self: None, raising=False)
+    monkeypatch.setattr(Ranks, "load", lambda self, path, *, weights_only: loads.append(weights_only) or (), raising=False)
+    monkeypatch.setattr(Sync, "give_up", lambda self, pool: asyncio.sleep(0), raising=False)
+    monkeypatch.setattr(start.RunStart, "_start_ranks", start_ranks)
+    settings = make_settings("run.num_steps=2", "run.save_interval=1")
+    with pytest.raises(UserError, match="no place for ranks"):
+        session.train(settings, resume=True, weights_only=True)
+    assert loads == [True, True]
+    summary = read_summary(settings.run.directory)
+    assert summary is not None and summary.steps == 1 and summary.status.startswith("failed: UserError: no place for ranks")
