@@ -475,34 +475,3 @@ def test_an_engine_that_dies_when_it_is_let_go_is_passed_over(make_run: Callable
         assert len(run.ranks.plans) == 2
 
     asyncio.run(work())
-
-
-def test_engines_leave_the_connection_of_ranks_that_are_gone(make_run: Callable[..., Run]) -> None:
-    """Also one without an update to end: another sync begins with open ends otherwise."""
-    run = make_run({}, {"fails_at": END, "once": True})
-
-    async def work() -> None:
-        sync = run.open("broadcast")
-        await sync.connect()
-        await sync.give_up(run.pool)
-        for server in run.servers:
-            assert [path for path, _ in server.calls] == [CONNECT, END, DISCONNECT]
-        await sync.give_up(run.pool)
-        assert len(run.servers[0].calls) == 3, "nothing is left to be closed"
-
-    asyncio.run(work())
-
-
-def test_an_engine_that_hangs_is_ended_where_ranks_are_gone(make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_rl.weights.sync.GIVE_UP_S", 0.05)
-    run = make_run({}, {"fails_at": END, "hangs": True})
-
-    async def work() -> None:
-        sync, ended = run.open("broadcast"), list[str]()
-        run.pool.end_failed = lambda client, error: bool(ended.append(client.address.url)) or True
-        monkeypatch.setattr(run.pool, "loses_one_of", lambda clients: asyncio.sleep(0))
-        await sync.connect()
-        await asyncio.wait_for(sync.give_up(run.pool), 10)
-        assert ended == [run.clients[1].address.url]
-
-    asyncio.run(work())
