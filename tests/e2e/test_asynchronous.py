@@ -63,7 +63,7 @@ def test_later_steps_are_generated_while_one_trains(task: Path, tmp_path: Path, 
     # Only tokens of age 2 have a share of the current policy, and so a weight.
     assert all(steps[step]["train/off_policy_ratio_square"] == 1 for step in (1, 2)) and steps[3]["train/off_policy_ratio_square"] != 1
     assert [steps[step]["weights/version"] for step in range(7)] == list(range(7))
-    assert steps[6]["rollout/reward"] > steps[1]["rollout/reward"] + 0.1
+    assert steps[6]["eval/greedy/reward"] > steps[0]["eval/greedy/reward"] + 0.1
     # Nothing is left over at the end of the run.
     assert query(directory / "buffer.sqlite", "SELECT count(*) FROM groups WHERE state != 'consumed'") == [(0,)]
 
