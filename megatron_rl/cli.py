@@ -1,7 +1,7 @@
 """The command line.
 
-Commands are `train`, `eval`, `report`, `plan`, `models`, `convert`, `serve`, `verify-checkpoint`,
-`check-plugin` and `doctor`.
+Commands are `train`, `eval`, `data`, `report`, `plan`, `models`, `convert`, `serve`,
+`verify-checkpoint`, `check-plugin` and `doctor`.
 
 Heavy modules are imported inside the command with the need, so that help and mistakes answer at
 once.
@@ -96,7 +96,7 @@ def train(
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[MODEL]... [CONFIG.yaml] [key.path=value | --key.path value]...")
 @click.option("--data", type=click.Path(path_type=Path), help="File of held-out rows, in place of eval.sets.")
 @click.option("--samples", type=click.IntRange(1, 2**10), help="Answers to each prompt of every set.")
-@click.option("--out", type=click.Path(path_type=Path), help="Directory of the results; beside MODEL, as MODEL-evaluation, when not given.")
+@click.option("--out", type=click.Path(path_type=Path), help="Directory of the results; MODEL-evaluation when not given.")
 @click.option("--url", help="An OpenAI-compatible server, as http://HOST:PORT/v1; MODEL is then a name there. The key is OPENAI_API_KEY.")
 @click.option("--reward", metavar="MODULE:FUNCTION", help="Short for reward.function=MODULE:FUNCTION.")
 @click.option("--ray-address", metavar="ADDRESS", help="Short for runtime.ray_address=ADDRESS: use a running Ray cluster.")

@@ -1,8 +1,8 @@
 """The exit status of a command.
 
 0 for a command that is done; 2 for input that the user can mend, told in one sentence; 75 ended by SIGTERM,
-SIGHUP or the death of a process of the run, where `--resume` goes on from the checkpoint; 1 any
-other failure; 130 after Ctrl-C, with a checkpoint, too; 143 and 129 after SIGTERM and SIGHUP
+SIGHUP or a death that no restart mends, where `--resume` goes on from the checkpoint; 1 any other
+failure; 130 after Ctrl-C, with a checkpoint, too; 143 and 129 after SIGTERM and SIGHUP
 without a checkpoint; 137 where the system killed the command; 141 when the output is not read to
 the end, as behind `| head`: a started run goes on instead.
 """

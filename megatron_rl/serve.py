@@ -75,6 +75,6 @@ def _how_to_ask(address: EngineAddress, model: Path, *, chats: bool) -> str:
         path, asked = "chat/completions", {"messages": [{"role": "user", "content": "What is 12+39?"}]}
     body = json.dumps({"model": str(model), **asked, "max_tokens": 16, "temperature": 0})
     return (
-        f"{model} is served at {address.url}/v1, by OpenAI's API, until Ctrl-C, to whoever has its key. For example:\n"
+        f"{model} is served at {address.url}/v1, by OpenAI's API, until Ctrl-C, to clients with its key. For example:\n"
         f"curl {address.url}/v1/{path} -H 'Authorization: Bearer {address.api_key}' -H 'Content-Type: application/json' -d '{body}'"
     )

@@ -120,7 +120,7 @@ def reading_records_only(directory: Path) -> Iterator[None]:
     except pickle.UnpicklingError as error:
         raise UserError(
             f"a file of checkpoint {directory} holds more than the records of a checkpoint ({str(error).splitlines()[0]}), "
-            "so it was not read; whoever can write there can run code as you: take a checkpoint that only you could write"
+            "so it was not read; anyone who can write there can run code as you: take a checkpoint that only you could write"
         ) from error
     finally:
         filesystem.pickle, FileSystemReader.read_data = pickle, read_data  # type: ignore[method-assign]

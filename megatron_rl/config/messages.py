@@ -17,6 +17,7 @@ _NAMES_ELSEWHERE = {
     "run.directory": "output_dir",
     "run.num_steps": "max_steps",
     "data.max_prompt_tokens": "max_prompt_length",
+    "eval.interval": "eval_interval test_freq",
     "data.prompts_per_step": "batch_size train_batch_size rollout_batch_size",
     "data.samples_per_prompt": "n group_size num_generations n_samples_per_prompt",
     "objective.advantage.kind": "estimator",

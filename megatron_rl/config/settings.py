@@ -62,7 +62,9 @@ class SamplingSettings(Section):
         1.0, ge=0.01, le=100, description="Softmax temperature, the trainer's too; near 0 an engine takes the likeliest token, no sample."
     )
     top_p: float = Field(1.0, gt=0, le=1, description="Draw from the likeliest tokens, which have this probability together.")
-    top_k: int | None = Field(None, ge=2, description="Draw from so many likeliest tokens; with top_p or min_p as an engine records.")
+    top_k: int | None = Field(
+        None, ge=2, description="Draw from so many likeliest tokens; with top_p or min_p half of what an engine records."
+    )
     min_p: float = Field(0.0, ge=0, lt=1, description="Draw from tokens with this share of the likeliest's probability.")
     max_response_tokens: int = Field(1024, ge=1, description="Token budget of one answer of an engine.")
     stop: tuple[str, ...] = Field((), description="Strings that end a response; the tokens that complete one are kept.")
@@ -289,7 +291,9 @@ class RuntimeSettings(Section):
         description="Network interface of every node, such as eth0 or ib0, on which ranks and engines meet (gloo, NCCL). Ray has to be "
         "started with this interface's address (--node-ip-address). Each library chooses for itself when not set.",
     )
-    restarts: int = Field(4, ge=0, le=1000, description="Starts of all ranks within an hour, after one died or hangs, by the checkpoint.")
+    restarts: int = Field(
+        4, ge=0, le=1000, description="Starts of all ranks within an hour, from the newest checkpoint, after one died or hung."
+    )
     colocate: bool = Field(False, description="Let engines and ranks share GPUs in turns: who is not at work puts its memory away.")
 
     @field_validator("ray_address")

@@ -186,7 +186,7 @@ _TABLE: tuple[tuple[str, type[Metric], str, str, str], ...] = (
         Sum,
         "tensors",
         "Weights whose checksums engines compared with the trainer's",
-        "all, every weights.check_interval; else 0",
+        "all, at the first and every 10th sync; else 0",
     ),
     (
         "eval/*/accuracy",

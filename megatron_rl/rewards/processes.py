@@ -70,7 +70,7 @@ def start_tracker() -> None:
 def lead_session(log_path: Path | None) -> None:
     """Begin a session in a worker, to end with the parent; print to `log_path` or standard error."""
     os.setsid()
-    # Whoever has it commands the run's Ray.
+    # A holder of it commands the run's Ray.
     os.environ.pop("RAY_AUTH_TOKEN", None)
     # A daemon made by the reward function becomes a child of this worker, not of init, and ends
     # with the worker.

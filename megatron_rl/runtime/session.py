@@ -142,7 +142,7 @@ def _announcing_failure(console: RunConsole, directory: Path) -> Iterator[None]:
     """When the body raises, announce at once the stop of everything and the step to resume from.
 
     Raises:
-        ResumableError: a signal or the death of a process ended a run that has a checkpoint.
+        ResumableError: a signal, or a death that no restart mends, ended a run with a checkpoint.
     """
     try:
         yield

@@ -129,7 +129,7 @@ class ModelMemory:
             torch.cuda.synchronize(self._device)
 
     def _release_caches(self) -> None:
-        """Hand what is free to whoever shares the device."""
+        """Hand free memory to the other users of the device."""
         if self._on_gpu:
             # Sequence parallelism gathers activations into a buffer that megatron-core would keep for good.
             parallel_state.get_global_memory_buffer().buffer.clear()

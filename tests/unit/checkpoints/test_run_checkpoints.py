@@ -51,7 +51,7 @@ def make_writer(directory: Path, *, fails: str = "", **settings: int) -> Checkpo
 
 
 def state(step: int) -> RunState:
-    return RunState(step=step, source={"epoch": 0, "cursor": 8 * step}, first_evaluation={"eval/accuracy_greedy": 0.25})
+    return RunState(step=step, source={"epoch": 0, "cursor": 8 * step}, first_evaluation={"eval/greedy/accuracy": 0.25})
 
 
 def save(directory: Path, step: int, *, fails: str = "", **settings: int) -> Path:

@@ -15,10 +15,10 @@ from megatron_rl.observe.sinks import METRICS_FILE, Sinks, read_metrics
 
 def test_json_lines_are_readable_while_the_run_goes_on(tmp_path: Path) -> None:
     sinks = Sinks(tmp_path / "run", ObserveSettings())
-    sinks.log(0, {"eval/accuracy_greedy": 0.5})
+    sinks.log(0, {"eval/greedy/accuracy": 0.5})
     sinks.log(1, {"train/loss": math.nan, "train/grad_norm": math.inf, "train/lr": 1e-5})
     lines = (tmp_path / "run" / METRICS_FILE).read_text().splitlines()
-    assert json.loads(lines[0])["eval/accuracy_greedy"] == 0.5 and json.loads(lines[0])["time"] > 1e9
+    assert json.loads(lines[0])["eval/greedy/accuracy"] == 0.5 and json.loads(lines[0])["time"] > 1e9
     assert json.loads(lines[1])["train/loss"] is None and json.loads(lines[1])["train/grad_norm"] is None
     sinks.close()
     steps = read_metrics(tmp_path / "run" / METRICS_FILE)
