@@ -1,4 +1,4 @@
-"""What a set's answers say, with denominators and intervals. Pure.
+"""Estimates from the answers of a set, with denominators and intervals. Pure.
 
 A prompt has n scored answers, of which c are correct. Failed answers have no verdict and are in no
 denominator but their own. Each prompt counts once, whatever the number of its answers.

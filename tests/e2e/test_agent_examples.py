@@ -39,3 +39,5 @@ def test_an_example_of_agents(name: str, tmp_path: Path, finish: Callable[..., N
     rows: list[dict[str, Any]] = [metrics(rl)[step] for step in (1, 2)]
     assert all(row["rollout/failures"] == 0 and row["train/log_prob_diff"] <= 1e-4 for row in rows)
     assert all(row["rollout/reward"] is not None and row["train/num_tokens"] > 0 for row in rows)
+    # Thirty steps of the teacher are too few for a reward in these two.
+    assert name in ("shop", "reasoning") or sum(row["rollout/reward"] for row in rows) > 0

@@ -53,6 +53,8 @@ def test_sources_are_mixed_by_weight_each_in_its_own_epochs(read: Read, tmp_path
     first, second = numbered(tmp_path / "a.jsonl", "1+", 5), numbered(tmp_path / "b.jsonl", "2-", 3)
     sources = [{"path": str(first), "weight": 3}, {"path": str(second)}]
     prompts = [prompt.text for prompt in read(sources).source.next_prompts(40)]
+    # The source that is furthest behind its share of the rows with the next one, the first of equals.
+    assert [text[0] for text in prompts[:8]] == list("11211121")
     for length in range(1, 41):
         ones = sum(text.startswith("1+") for text in prompts[:length])
         assert abs(ones - 0.75 * length) <= 1, "within one row of its share at any time"

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from megatron_rl.errors import DeadlineError, UserError, WorkerDiedError
 from megatron_rl.runtime import rank_returns
 from megatron_rl.runtime.rank_returns import RankReturns, RanksLostError
+from megatron_rl.runtime.start import RunStart
 
 DIED = WorkerDiedError("Megatron rank 1 died")
 LATE = DeadlineError("training of step 3 did not finish")
@@ -111,3 +113,14 @@ def test_a_start_that_fails_counts_and_is_repeated(tmp_path: Path) -> None:
     assert run.engines_have_weights and start.num_lives == 3
     assert "the ranks are back after" in said[-1] and "3 trained steps to be done again" in said[-1]
     assert "2 of runtime.restarts 2" in said[1]
+
+
+def test_ray_is_watched_after_a_life_of_shared_devices() -> None:
+    """The end of engines forgets everything that is watched."""
+    watched = list[str]()
+    start: Any = RunStart.__new__(RunStart)
+    start.watchdog = SimpleNamespace(forget=watched.clear, watch=lambda name, future: watched.append(name))
+    start.ranks, start.life, start.ray, start.engines_stay = SimpleNamespace(end=lambda: None), ExitStack(), Future(), False
+    start._engines = SimpleNamespace(stop=watched.clear)
+    start.end_life()
+    assert watched == ["Ray"] and start._engines is None

@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron_rl.algorithms.rounding_limits import DENSE, FLOAT32, Limits
 from megatron_rl.data.batch import batch_from_sequences
 from megatron_rl.errors import ParityError
+from megatron_rl.system.frozen_arrays import Candidates
 from megatron_rl.types import Floats, TrainBatch
 from megatron_rl.weights.diagnosis import changed_samples, likeliest, weights_apart
 from megatron_rl.weights.parity import SampledProbe, check_probe
@@ -175,6 +176,30 @@ def test_the_change_of_samples_is_named(edited: Callable[..., Model]) -> None:
         )
         found[name] = changed_samples(changed, model.log_probs, version=0, temperature=0.8, limits=FLOAT32)
     assert {name: text for name, text in found.items() if CHANGES[name][1] not in text} == {}
+
+
+def test_candidates_go_with_reversed_tokens_and_not_with_scores() -> None:
+    own = [Candidates(np.array([4, 9, 5, 6, 9]), np.array([2, 1, 2])), Candidates(np.array([7, 8, 9]), np.array([1, 2]))]
+    batch = batch_from_sequences(
+        prompts=[[1, 2], [3]], responses=[[4, 5, 6], [7, 8]], rollout_log_probs=[[-1.0] * 3, [-1.0] * 2], candidates=own
+    )
+    batch = dataclasses.replace(batch, weight_versions=np.where(batch.loss_mask, 4, -1))
+    asked = list[tuple[TrainBatch, float]]()
+
+    def log_probs(batch: TrainBatch, *, temperature: float) -> Floats:
+        asked.append((batch, temperature))
+        # Above and below those of the engine in turn, at any temperature.
+        return np.where(np.arange(len(batch.tokens)) % 2, -0.5, -1.5).astype(np.float32)
+
+    changed_samples(batch, log_probs, version=4, temperature=0.8, limits=FLOAT32)
+    (turned,) = [each for each, _ in asked if each.tokens.tolist() == [1, 2, 6, 5, 4, 3, 8, 7]]
+    assert turned.candidates is not None
+    assert (turned.candidates.ids.tolist(), turned.candidates.counts.tolist()) == ([6, 9, 5, 4, 9, 8, 9, 7], [0, 0, 2, 1, 2, 0, 2, 1])
+    asked.clear()
+    probe = SampledProbe(batch, batch, ["a", "a"], 0.8, np.zeros(len(batch.tokens), np.float32))
+    options: dict[str, Any] = {"replays": False, "mixture": False, "weights": lambda urls: None}
+    assert likeliest(probe, log_probs, limits=FLOAT32, scoring=FLOAT32, **options) is not None
+    assert [temperature for each, temperature in asked if each.candidates is None] == [1.0], "scores are over the whole vocabulary"
 
 
 def test_checksums_tell_stale_weights_and_tied_embeddings() -> None:
