@@ -47,8 +47,6 @@ with one attempt has a connection of its own.
 _BUSY = 503
 SERVER_FAULT = 500
 """The least HTTP status that is the server's fault, not the request's."""
-
-
 _Asked = dict[str, Any]  # one requested sample in the server's words; `rid` is the id for an abort
 
 
@@ -67,6 +65,8 @@ class EngineClient:
         self._num_retracting_pauses = 0
         self.is_paused = False
         """True from a pause on, until generation goes on."""
+        self.pending, self.num_ended = Counter[bool](), 0
+        """Control calls in progress, by whether they are `joint` with others, such as ranks, and how many have ended."""
         self._request_timeout_s = request_timeout_s
         self._control_timeout_s = control_timeout_s
         # A pool for calls with several attempts, and a connection each for others.
@@ -134,7 +134,7 @@ class EngineClient:
             "return_logprob": True,
             "logprob_start_len": 0,
         }
-        answers = await self._call("POST", "/generate", body, timeout_s=self._request_timeout_s, attempts=MAX_ATTEMPTS)
+        answers = await self._control("/generate", body, timeout_s=self._request_timeout_s, attempts=MAX_ATTEMPTS)
         try:
             scored = [answer["meta_info"]["input_token_logprobs"] for answer in answers]
             # SGLang names the last token of the vocabulary 0 here, beside its own log-prob.
@@ -264,11 +264,11 @@ class EngineClient:
     async def join_group(self, *, address: str, port: int, rank_offset: int, world_size: int, name: str, backend: str) -> None:
         """Join the process group `name` with ranks from `rank_offset` on; the trainer is rank 0."""
         body = {"master_address": address, "master_port": port, "rank_offset": rank_offset, "world_size": world_size}
-        await self._control("/init_weights_update_group", {**body, "group_name": name, "backend": backend})
+        await self._control("/init_weights_update_group", {**body, "group_name": name, "backend": backend}, joint=True)
 
     async def leave_group(self, name: str) -> None:
         """Leave the process group `name`. Raises EngineRefusal for no member."""
-        await self._control("/destroy_weights_update_group", {"group_name": name})
+        await self._control("/destroy_weights_update_group", {"group_name": name}, joint=True)
 
     async def receive_bucket(
         self, names: Sequence[str], *, dtypes: Sequence[str], shapes: Iterable[Sequence[int]], group: str, version: int | None = None
@@ -279,7 +279,7 @@ class EngineClient:
         the last bucket, becomes the engine's, and cached prefixes are then forgotten.
         """
         tensors = {"names": list(names), "dtypes": list(dtypes), "shapes": [list(shape) for shape in shapes]}
-        await self._control("/update_weights_from_distributed", {**tensors, "group_name": group, **_bucket(version)})
+        await self._control("/update_weights_from_distributed", {**tensors, "group_name": group, **_bucket(version)}, joint=True)
 
     async def take_bucket(self, handles: Sequence[str], *, version: int | None = None) -> None:
         """Copy tensors from shared memory, by a handle for each tensor parallel rank.
@@ -307,7 +307,7 @@ class EngineClient:
         started without weights would make weights up again.
         """
         body = {"model_path": str(path), "load_format": "auto", "flush_cache": True, "weight_version": str(version)}
-        await self._control("/update_weights_from_disk", body, timeout_s=timeout_s)
+        await self._control("/update_weights_from_disk", body, timeout_s=timeout_s, joint=True)
 
     async def checksums(self) -> dict[str, str]:
         """Return the checksum of each weight by engine name, on each tensor parallel rank.
@@ -321,8 +321,13 @@ class EngineClient:
 
     # HTTP
 
-    async def _control(self, path: str, body: dict[str, Any], *, timeout_s: float | None = None) -> Any:
-        answer = await self._call("POST", path, body, timeout_s=timeout_s or self._control_timeout_s)
+    async def _control(self, path: str, body: Any, *, timeout_s: float | None = None, attempts: int = 1, joint: bool = False) -> Any:
+        self.pending[joint] += 1
+        try:
+            answer = await self._call("POST", path, body, timeout_s=timeout_s or self._control_timeout_s, attempts=attempts)
+        finally:
+            self.pending[joint] -= 1
+            self.num_ended += 1
         # Some calls report a failure with status 200.
         if isinstance(answer, dict) and answer.get("success") is False:
             raise EngineRefusal(f"the engine at {self.address.url} failed at {path}: {answer.get('message')}", status=200)

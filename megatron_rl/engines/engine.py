@@ -135,15 +135,20 @@ class Engine:
             kind = EngineDiedError if status < 0 or self._served else EngineError
             raise kind(f"the SGLang server at {self.url} died ({cause}){self._log_tail()}")
 
-    def is_still(self, *, answers: bool) -> bool:
-        """Return True when a scheduler does no work for LOOK_S seconds, or where the server `answers` nothing, the server."""
+    def is_still(self, *, answers: bool, waits: bool = False) -> bool:
+        """Return True when a scheduler does no work for LOOK_S seconds, or where the server `answers` nothing, the server.
+
+        A process that `waits` for others does none, either: it has to be stopped by a signal.
+        """
         if self.pid is None:
             return False
         group = [psutil.Process(pid) for pid in _group_members(self.pid)]
         looked_at = [each for each in group if each.name().startswith(SCHEDULER) or (each.pid == self.pid and not answers)]
         before_s = [sum(each.cpu_times()[:2]) for each in looked_at]
         time.sleep(LOOK_S)
-        return any(sum(each.cpu_times()[:2]) - busy_s < IDLE_SHARE * LOOK_S for each, busy_s in zip(looked_at, before_s, strict=True))
+        is_stopped = [not waits or each.status() == psutil.STATUS_STOPPED for each in looked_at]
+        busy_s = [sum(each.cpu_times()[:2]) - before for each, before in zip(looked_at, before_s, strict=True)]
+        return any(stopped and busy < IDLE_SHARE * LOOK_S for stopped, busy in zip(is_stopped, busy_s, strict=True))
 
     def _log_tail(self) -> str:
         lines = self._log_path.read_text(errors="replace").splitlines() if self._log_path.exists() else []

@@ -78,8 +78,11 @@ class EnginePool:
         self._num_returning = 0
         self.end_failed: Callable[[EngineClient, Exception], bool] = lambda client, error: False
         """Ends an engine that failed; True where it leaves the pool, and another one is started in its place."""
-        self.end_hanging: Callable[[EngineClient, bool], None] = lambda client, answers: None
-        """Ends an engine that makes no steps, if its processes do no work; `answers` is False where its server is silent, too."""
+        self.end_hanging: Callable[[EngineClient, bool, bool], None] = lambda client, answers, waits: None
+        """Ends an engine that makes no progress, if its processes do no work; `answers` is False where its server is silent, too.
+
+        One that `waits` for others, as in a process group, has to be stopped.
+        """
         self._address = clients[0].address if clients else None
 
     # Membership

@@ -13,7 +13,7 @@ from megatron_rl.observe.metrics import Max, Mean, Metric, Min, Sum
 POLL_S = 1.0
 """Time between two looks. A look reads shared memory of the server and costs an HTTP call of 1 ms, never a turn of its scheduler."""
 SILENT_S = 30.0
-"""Time without a step of an engine that has requests, until its processes are looked at."""
+"""Time without a step or an answer of an engine that has requests or calls of a sync, until its processes are looked at."""
 LOW_USE, SOFT_USE, HARD_USE = 0.6, 0.8, 0.9  # shares of the key-value pool held by running requests
 SOFT_CUT, HARD_CUT = 0.9, 0.7
 
@@ -55,7 +55,7 @@ class EngineWatch:
         self._loads: defaultdict[EngineClient, list[tuple[EngineLoad, int]]] = defaultdict(list)  # with requests in flight, of this step
         self._served: dict[EngineClient, Counter[str]] = {}  # until the end of the last step
         self._turned: dict[EngineClient, Counter[str]] = {}  # until the limit's last change or turnover
-        self._seen: dict[EngineClient, tuple[float | None, float]] = {}  # the last report, and when it was new, by the loop's clock
+        self._seen: dict[EngineClient, tuple[float | None, int, float]] = {}  # report, ended calls, when one was new
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> "EngineWatch":
@@ -77,30 +77,31 @@ class EngineWatch:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(POLL_S)
-            if self._pool.num_running:
+            if self._pool.num_running or any(client.pending.total() for client in self._pool.membership.members):
                 await self.look()
 
     async def look(self) -> None:
-        """Ask every engine for its load, and move its limit; have one that makes no steps looked at."""
+        """Ask every engine for its load, and move its limit; have one that makes no progress looked at."""
         clients = self._pool.membership.members
         for client, load in zip(clients, await asyncio.gather(*(client.load() for client in clients)), strict=True):
             self._suspect(client, load)
-            if load is not None:
+            if load is not None and self._pool.num_running:
                 self._loads[client].append((load, self._pool.running(client)))
                 if self._longest is not None:
                     self._move(client, load, longest_sequence=self._longest)
 
     def _suspect(self, client: EngineClient, load: EngineLoad | None) -> None:
-        """Have an engine looked at that has requests and has reported no step for SILENT_S seconds."""
+        """Have an engine looked at that has requests, or calls of a sync, and for SILENT_S seconds neither made a step nor ended a call."""
         now_s, report = asyncio.get_running_loop().time(), None if load is None else load.told_at
-        seen, since_s = self._seen.get(client, (None, now_s))
-        if (report is not None and report != seen) or client.is_paused or not self._pool.running(client):
-            self._seen[client] = report, now_s
+        seen, ended, since_s = self._seen.get(client, (None, client.num_ended, now_s))
+        is_asked = client.pending.total() or (self._pool.running(client) and not client.is_paused)
+        if (report is not None and report != seen) or client.num_ended != ended or not is_asked:
+            self._seen[client] = report, client.num_ended, now_s
         elif now_s - since_s > SILENT_S:
-            self._seen[client] = seen, now_s
-            self._pool.end_hanging(client, report is not None)
+            self._seen[client] = seen, ended, now_s
+            self._pool.end_hanging(client, report is not None, client.pending[True] > 0)
         else:
-            self._seen[client] = seen, since_s
+            self._seen[client] = seen, ended, since_s
 
     def _move(self, client: EngineClient, load: EngineLoad, *, longest_sequence: int) -> None:
         new = client.served - self._turned.get(client, Counter())

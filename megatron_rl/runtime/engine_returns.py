@@ -18,8 +18,8 @@ class EngineReturns:
     """Watches `engines` at `addresses`, by number, which are members of the `manager`.
 
     A failed engine is ended, and a dead one started again, as often as rollout.engine_restarts says.
-    Others leave the run, but the last one's death ends it. `serve_current`: a new engine has the
-    weights from its start. `wait` takes a coroutine and its name.
+    Others leave the run, which ends when that many have left that fewer than half remain.
+    `serve_current`: a new engine has the weights from its start. `wait` takes a coroutine and its name.
     """
 
     def __init__(
@@ -34,30 +34,36 @@ class EngineReturns:
     ) -> None:
         self._engines, self._manager, self._wait, self._note, self._serve_current = engines, manager, wait, note, serve_current
         self._numbers = {address: number for number, address in enumerate(addresses)}
-        self._count = len(addresses)
+        self._count, self._num_lost = len(addresses), 0  # engines that left for good
         manager.pool.end_failed = self._end_failed
         manager.pool.end_hanging = self._end_hanging
         for number, address in enumerate(addresses):
             engines.watch(number, goes_on=partial(self._goes_on, number, address))
 
     def _end_failed(self, client: EngineClient, error: Exception) -> bool:
-        """End an engine that may be started again; return True for such a one."""
+        """End an engine that may be started again; return True for such a one. One that has left is another one by now."""
         number = self._numbers[client.address]
-        ends = self._engines.may_restart(number)
+        ends = client in self._manager.clients and self._engines.may_restart(number)
         if ends:
             self._engines.end(number, str(error))
         return ends
 
-    def _end_hanging(self, client: EngineClient, answers: bool) -> None:
-        """End an engine that makes no steps and does no work, where the run can go on without it; one that compiles goes on."""
+    def _end_hanging(self, client: EngineClient, answers: bool, waits: bool) -> None:
+        """End an engine that makes no progress and does no work, where the run can go on without it; one that compiles goes on."""
         number = self._numbers[client.address]
         if self._engines.may_restart(number) or len(self._manager.clients) > 1:
-            fault = f"with requests it made no step{'' if answers else ', did not answer'}, and its processes did no work"
-            self._engines.end(number, fault, hangs=True, answers=answers)
+            work = "a call of a weight sync" if client.pending.total() else "requests"
+            fault = f"with {work} it made no step{'' if answers else ', did not answer'}, and its processes did no work"
+            self._engines.end(number, fault, hangs=True, answers=answers, waits=waits)
 
     def _goes_on(self, number: int, address: EngineAddress, error: Exception) -> bool:
         """Return True when the run goes on without the dead engine `number`, for now or for good."""
         returning = self._bring_back(number) if self._engines.may_restart(number) else None
+        self._num_lost += returning is None
+        if 2 * self._num_lost > self._count:
+            if len(self._manager.clients) > 1:
+                self._note(f"the run ends, because {self._num_lost} of {self._count} engines are lost, more than half")
+            return False
         left: bool = self._wait(self._manager.leave(address, error, returning=returning), name="going on without an engine")
         if left:
             again = "" if returning is None else f"engine {number} is started again, and "
@@ -79,4 +85,5 @@ class EngineReturns:
             self._engines.watch(number, goes_on=partial(self._goes_on, number, address))
             self._note(f"engine {number} is back after {time.monotonic() - begun_s:.0f} s, and gets the current weights")
             return True
+        self._num_lost += 1
         return False

@@ -59,9 +59,9 @@ class EngineWorker:
             self._address = self._engine.start(timeout_s=timeout_s)
         return self._address
 
-    def end(self, fault: str, *, hangs: bool = False, answers: bool = True) -> None:
+    def end(self, fault: str, *, hangs: bool = False, **hang: bool) -> None:
         """End a server that runs, because of its `fault`; one that `hangs` only if its processes do no work, see `Engine.is_still`."""
-        if self._engine.pid is not None and (not hangs or self._engine.is_still(answers=answers)):
+        if self._engine.pid is not None and (not hangs or self._engine.is_still(**hang)):
             self._fault = fault
             self._engine.stop()
 

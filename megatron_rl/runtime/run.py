@@ -28,7 +28,7 @@ from megatron_rl.checkpoints.run_checkpoints import (
 )
 from megatron_rl.config.derived import sync_deadline_s
 from megatron_rl.config.settings import Settings
-from megatron_rl.errors import CheckpointError, DeadlineError, MegatronRLError, ParityError, UserError, counted
+from megatron_rl.errors import CheckpointError, DeadlineError, EngineDiedError, MegatronRLError, ParityError, UserError, counted
 from megatron_rl.observe.console import PhaseProgress
 from megatron_rl.observe.metrics import Mean, Metric, metric_values
 from megatron_rl.observe.summary import asked_to_end, status_of
@@ -251,8 +251,12 @@ class Run(ABC):
             raise
 
     def _saves_at_the_end(self, error: BaseException) -> bool:
-        """Return True where `error` leaves the ranks well: SIGTERM, or a failure of the rollout."""
-        return asked_to_end(error) or (self._ranks_are_idle and isinstance(error, UserError | DeadlineError))
+        """Return True where `error` leaves the ranks well: SIGTERM, or a failure of the rollout.
+
+        An engine's death on shared devices leaves memory of theirs in no known state.
+        """
+        of_rollout = (UserError, DeadlineError) if self._devices is not None else (UserError, DeadlineError, EngineDiedError)
+        return asked_to_end(error) or (self._ranks_are_idle and isinstance(error, of_rollout))
 
 
 class RolloutRun(Run):

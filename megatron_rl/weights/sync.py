@@ -18,6 +18,7 @@ from megatron_rl.engines.client import EngineClient
 from megatron_rl.engines.engine_pool import EnginePool, Membership
 from megatron_rl.errors import DeadlineError, EngineError
 from megatron_rl.observe.metrics import Last, Metric, Sum
+from megatron_rl.system.deadlines import DEATH_S
 from megatron_rl.weights.broadcast import BroadcastTransport
 from megatron_rl.weights.disk import DiskTransport
 from megatron_rl.weights.ipc import IpcTransport
@@ -44,6 +45,10 @@ Prove = Callable[[Sequence[EngineClient]], Awaitable[None]]
 
 class Ranks(Protocol):
     """The trainer's ranks; each call starts work on all, and returns a future per rank."""
+
+    @property
+    def has_died(self) -> bool:
+        """Return True when the process of a rank has ended."""
 
     def begin_open_sender(self, plan: SenderPlan) -> "Sequence[Future[Any]]":
         """Let every rank open its end of the transport."""
@@ -151,9 +156,12 @@ class WeightSync:
             asked = {f"version of {client.address.url}": self._pool.while_it_stays(client, client.weight_version()) for client in members}
             served = await self._all_of(asked, what=what, deadline=deadline)
         except RuntimeError:
-            # From an engine, or from a rank with a broken connection.
-            for client, update in receiving.items():
-                if update.done() and not update.cancelled() and isinstance(fault := update.exception(), Exception):
+            # From an engine, or from a rank with a broken connection. A death is known later than its consequences.
+            ended = [(client, update) for client, update in receiving.items() if update.done() and not update.cancelled()]
+            if await self._has_lost_a_rank(members):
+                raise
+            for client, update in ended:
+                if isinstance(fault := update.exception(), Exception):
                     self._pool.end_failed(client, fault)
             if not await self._pool.loses_one_of(members):
                 raise
@@ -169,6 +177,15 @@ class WeightSync:
                 return None
         self._is_checked = self._is_checked or checked
         return _parts([rank.result() for rank in sending.values()], [engine.result() for engine in receiving.values()])
+
+    async def _has_lost_a_rank(self, members: Sequence[EngineClient]) -> bool:
+        """Return True when a rank dies within DEATH_S seconds, and no engine: then what engines raise is no fault of theirs."""
+        until_s = asyncio.get_running_loop().time() + DEATH_S
+        while not self._ranks.has_died and all(client in self._pool.membership.members for client in members):
+            if asyncio.get_running_loop().time() > until_s:
+                return False
+            await asyncio.sleep(RETURN_POLL_S)
+        return self._ranks.has_died
 
     def _deadline(self) -> float:
         return asyncio.get_running_loop().time() + self._timeout_s

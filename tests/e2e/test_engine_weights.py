@@ -83,6 +83,8 @@ def make_trainer(model: Path, directory: Path) -> Trainer:
 class OneRank:
     """A trainer of one rank in this process, whose calls run beside the event loop."""
 
+    has_died = False
+
     def __init__(self, trainer: Trainer) -> None:
         self._trainer, self._thread = trainer, ThreadPoolExecutor(1)
         self._sender: WeightSender

@@ -62,6 +62,8 @@ def log_probs(model: Qwen3ForCausalLM) -> np.ndarray:
 class OneRank:
     """A trainer of one rank in this process, whose weights are those of `model`."""
 
+    has_died = False
+
     def __init__(self, names: list[str]) -> None:
         self.names = names
         self.model: Qwen3ForCausalLM

@@ -224,6 +224,8 @@ class StandInClient:
 class RankAlone:
     """The trainer's ranks as a sync sees them, of one process."""
 
+    has_died = False
+
     def __init__(self, rank: Remote) -> None:
         self._rank = rank
 

@@ -1,6 +1,9 @@
 """What a client knows of its engine's load: counts of answers, and the server's own measure."""
 
 import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +13,8 @@ from client_parts import ONE, always, answer, generate, talk
 
 from megatron_rl.engines.answers import EngineLoad
 from megatron_rl.engines.client import EngineClient
+from megatron_rl.engines.engine import EngineAddress
+from megatron_rl.errors import EngineError
 
 
 def test_answers_are_counted_with_what_the_engine_tells_of_them() -> None:
@@ -70,3 +75,31 @@ def test_a_weight_sync_is_no_want_of_memory(mode: Any, expected: int) -> None:
 def test_the_load_is_read_where_the_engine_tells_it(payload: Any, status: int, expected: EngineLoad | None) -> None:
     load, ((path, _),) = talk(always(payload, status=status), lambda client: client.load())
     assert (load, path) == (expected, "/v1/loads?include=core")
+
+
+@pytest.mark.parametrize(
+    ("call", "joint"),
+    [
+        (lambda client: client.pause("retract"), False),
+        (lambda client: client.begin_weight_update(), False),
+        (lambda client: client.take_bucket(["handle"]), False),
+        (lambda client: client.receive_bucket(["w"], dtypes=["float32"], shapes=[(1,)], group="g"), True),
+        (lambda client: client.leave_group("g"), True),
+        (lambda client: client.load_weights(Path("hf"), version=1), True),
+    ],
+    ids=["pause", "begin", "take", "receive", "leave", "load"],
+)
+@pytest.mark.parametrize("fails", [False, True])
+def test_control_calls_are_counted_while_they_last(call: Callable[[EngineClient], Awaitable[None]], joint: bool, fails: bool) -> None:
+    """By whether they wait for others than the engine, too; also one that fails has ended."""
+    client = EngineClient(EngineAddress("http://url", "key", 16, 64, 64, has_tokenizer=False), request_timeout_s=5.0)
+    seen = []
+
+    async def asked(*_: object, **__: object) -> dict[str, bool]:
+        seen.append((dict(+client.pending), client.num_ended))
+        return {"success": not fails}
+
+    client._call = asked  # type: ignore[method-assign]
+    with pytest.raises(EngineError) if fails else contextlib.nullcontext():
+        asyncio.run(call(client))
+    assert (seen, client.pending.total(), client.num_ended) == ([({joint: 1}, 0)], 0, 1)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from megatron_rl.engines import engine as module
@@ -153,28 +154,41 @@ def test_an_engine_sets_up_nccl_as_ranks_do(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    ("answers", "busy_s", "expected"),
+    ("answers", "waits", "stopped", "busy_s", "expected"),
     [
         # The server, its scheduler and its detokenizer, which has nothing to do between answers.
-        (True, {1: 0.0, 2: 0.2, 3: 0.0}, False),
-        (True, {1: 9.0, 2: 0.05, 3: 9.0}, True),
-        (False, {1: 0.05, 2: 9.0, 3: 9.0}, True),
-        (False, {1: 0.2, 2: 0.2, 3: 0.0}, False),
+        (True, False, (), {1: 0.0, 2: 0.2, 3: 0.0}, False),
+        (True, False, (), {1: 9.0, 2: 0.05, 3: 9.0}, True),
+        (False, False, (), {1: 0.05, 2: 9.0, 3: 9.0}, True),
+        (False, False, (), {1: 0.2, 2: 0.2, 3: 0.0}, False),
+        # One that waits for the ranks does no work, either.
+        (True, True, (), {1: 9.0, 2: 0.0, 3: 9.0}, False),
+        (True, True, (2,), {1: 9.0, 2: 0.0, 3: 9.0}, True),
+        (True, True, (2,), {1: 9.0, 2: 0.2, 3: 9.0}, False),
+        (True, True, (1, 3), {1: 0.0, 2: 0.0, 3: 0.0}, False),
+        (False, True, (1,), {1: 0.0, 2: 0.0, 3: 0.0}, True),
     ],
 )
 def test_a_server_is_still_when_who_has_to_work_does_not(
-    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, answers: bool, busy_s: dict[int, float], expected: bool
+    make_engine: Callable[..., Engine],
+    monkeypatch: pytest.MonkeyPatch,
+    answers: bool,
+    waits: bool,
+    stopped: tuple[int, ...],
+    busy_s: dict[int, float],
+    expected: bool,
 ) -> None:
     names, before_s = {1: "python", 2: "sglang::scheduler_TP0", 3: "sglang::detokenizer"}, dict.fromkeys(busy_s, 100.0)
     passed = [False]
 
     def process(pid: int) -> SimpleNamespace:
         times = lambda: (before_s[pid] + passed[0] * busy_s[pid] / 2, passed[0] * busy_s[pid] / 2, 7.0, 7.0)  # noqa: E731
-        return SimpleNamespace(pid=pid, name=lambda: names[pid], cpu_times=times)
+        status = psutil.STATUS_STOPPED if pid in stopped else psutil.STATUS_SLEEPING
+        return SimpleNamespace(pid=pid, name=lambda: names[pid], cpu_times=times, status=lambda: status)
 
     engine = make_engine()
-    monkeypatch.setattr(module, "psutil", SimpleNamespace(Process=process))
+    monkeypatch.setattr(module, "psutil", SimpleNamespace(Process=process, STATUS_STOPPED=psutil.STATUS_STOPPED))
     monkeypatch.setattr(module, "_group_members", lambda group: sorted(names))
     monkeypatch.setattr(module, "time", SimpleNamespace(sleep=lambda seconds: passed.__setitem__(0, seconds == 10.0)))
     monkeypatch.setattr(Engine, "pid", 1)
-    assert engine.is_still(answers=answers) == expected
+    assert engine.is_still(answers=answers, waits=waits) == expected

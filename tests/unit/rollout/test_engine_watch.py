@@ -143,7 +143,7 @@ class Client:
     def __init__(self, *loads: EngineLoad | None) -> None:
         self.address = EngineAddress("url", "key", vocab_size=2, context_length=64, max_total_tokens=POOL_TOKENS, has_tokenizer=False)
         self.served: Counter[str] = Counter()
-        self.is_paused = False
+        self.is_paused, self.pending, self.num_ended = False, Counter[bool](), 0
         self._loads = iter(loads)
         self.asked = asyncio.Event()
 
@@ -306,7 +306,7 @@ def test_an_engine_with_requests_and_no_steps_is_looked_at(
     found: list[bool] = []
 
     async def test(pool: EnginePool, watch: EngineWatch) -> None:
-        pool.end_hanging = lambda _, answers: found.append(answers)
+        pool.end_hanging = lambda _, answers, waits: found.append(answers)
         async with pool.slots(requests, urgency=Urgency.TRAINING):
             for _ in reports:
                 await watch.look()
@@ -320,10 +320,53 @@ def test_an_engine_is_not_looked_at_too_soon() -> None:
     client, found = Client(*[EngineLoad(0.5, 0, told_at=1.0)] * 3), list[bool]()
 
     async def test(pool: EnginePool, watch: EngineWatch) -> None:
-        pool.end_hanging = lambda _, answers: found.append(answers)
+        pool.end_hanging = lambda _, answers, waits: found.append(answers)
         async with pool.slots(1, urgency=Urgency.TRAINING):
             for _ in range(3):
                 await watch.look()
 
     run(test, client)
     assert found == []
+
+
+@pytest.mark.parametrize(
+    ("joint", "reports", "ended", "looked_at"),
+    [
+        (False, (1.0, 1.0, 1.0), 0, [(True, False)] * 2),
+        (True, (1.0, 1.0, 1.0), 0, [(True, True)] * 2),
+        (False, (None, None, None), 0, [(False, False)] * 2),
+        (False, (1.0, 2.0, 3.0), 0, []),
+        (False, (1.0, 1.0, 1.0), 1, []),
+    ],
+)
+def test_a_paused_engine_that_answers_no_call_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch, joint: bool, reports: tuple[float | None, ...], ended: int, looked_at: list[tuple[bool, bool]]
+) -> None:
+    """`ended` calls between two looks are progress; a look without requests is no part of the metrics."""
+    monkeypatch.setattr(engine_watch, "SILENT_S", -1.0)
+    client = Client(*[None if report is None else EngineLoad(0.5, 0, told_at=report) for report in reports])
+    client.is_paused, found = True, list[tuple[bool, bool]]()
+    client.pending[joint] = 1
+
+    async def test(pool: EnginePool, watch: EngineWatch) -> None:
+        pool.end_hanging = lambda _, answers, waits: found.append((answers, waits))
+        for _ in reports:
+            await watch.look()
+            client.num_ended += ended
+        assert watch.metrics() == {}
+
+    run(test, client)
+    assert found[-len(looked_at) :] == looked_at if looked_at else found == []
+
+
+@pytest.mark.parametrize("joint", [False, True])
+def test_engines_are_asked_while_calls_of_a_sync_wait(monkeypatch: pytest.MonkeyPatch, joint: bool) -> None:
+    monkeypatch.setattr(engine_watch, "POLL_S", 0.0)
+    client = Client(*[EngineLoad(0.25, 0)] * 10**5)
+    client.pending[joint] = 1
+
+    async def test(pool: EnginePool, watch: EngineWatch) -> None:
+        async with watch:
+            await asyncio.wait_for(client.asked.wait(), 10)
+
+    run(test, client)

@@ -13,7 +13,7 @@ from ray.exceptions import RayError
 from run_parts import Calls, Devices, Evaluations, MakeRun, Manager, Ranks, Sync
 
 from megatron_rl.checkpoints.run_checkpoints import CheckpointWriter, checkpoint_paths
-from megatron_rl.errors import DeadlineError, EngineError, UserError
+from megatron_rl.errors import DeadlineError, EngineDiedError, EngineError, UserError
 from megatron_rl.observe.summary import read_summary
 from megatron_rl.runtime import watchdog
 from megatron_rl.runtime.grace import Grace
@@ -48,6 +48,17 @@ def test_samples_that_cannot_be_made_leave_a_checkpoint(
         train_loop(run, first_step=0)
     run.break_off(error)
     assert [path.name for path in checkpoint_paths(tmp_path / "run")] == ["step-000002"] and (("abandon",) in calls) is colocated
+
+
+@pytest.mark.parametrize("colocated", [False, True])
+def test_the_last_engines_death_leaves_a_checkpoint(make_run: MakeRun, calls: Calls, tmp_path: Path, colocated: bool) -> None:
+    """But not on shared devices, where its memory is not given back."""
+    error, devices = EngineDiedError("killed by signal 9"), Devices(calls) if colocated else None
+    run = make_run("run.num_steps=9", "run.save_interval=0", fails_at=2, error=error, devices=devices)
+    with pytest.raises(EngineDiedError):
+        train_loop(run, first_step=0)
+    run.break_off(error)
+    assert [path.name for path in checkpoint_paths(tmp_path / "run")] == ([] if colocated else ["step-000002"])
 
 
 def test_a_step_that_cannot_be_trained_on_leaves_no_checkpoint(make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,9 +71,9 @@ def test_an_evaluation_first_removes_remains_of_killed_ones(monkeypatch: pytest.
 class Engines:
     """A group of two servers that have started; `goes_on` is what was to be asked when one dies, `restarts` what comes of other starts."""
 
-    def __init__(self, *restarts: EngineAddress | Exception) -> None:
+    def __init__(self, *restarts: EngineAddress | Exception, count: int = 2) -> None:
         self.restarts, self.ended = list(restarts), list[tuple[int, str]]()
-        self.addresses = [EngineAddress(f"url-{number}", "key", 32, 64, 64, has_tokenizer=False) for number in range(2)]
+        self.addresses = [EngineAddress(f"url-{number}", "key", 32, 64, 64, has_tokenizer=False) for number in range(count)]
         self.goes_on: dict[int, Callable[[Exception], bool]] = {}
 
     def finish_start(self, starting: list[Any]) -> list[EngineAddress]:
@@ -130,6 +130,32 @@ def test_a_run_survives_a_dead_engine_but_not_the_last(
         assert stream.getvalue() == printed
 
 
+@pytest.mark.parametrize(("count", "most_lost"), [(1, 0), (2, 1), (3, 1), (5, 2), (8, 4)])
+def test_a_run_ends_when_more_than_half_of_its_engines_are_lost(
+    tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, most_lost: int
+) -> None:
+    """Those that are lost are as many whether a death or a start that fails ends their returns."""
+    monkeypatch.setattr(manager_module, "RewardRunner", Rewards)
+    (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": "1", "label": "1"}) + "\n")
+    settings = load_settings(None, [f"run.directory={tmp_path}/run", f"model.path={tiny_model()}", f"data.train={tmp_path}/train.jsonl"])
+    stream, engines = io.StringIO(), Engines(EngineError("no memory"), count=count)
+    with ExitStack() as stack:
+        start = RunStart(settings, stack, StartReport(RunConsole(1, stream=stream), PhaseTimer()))
+        manager = start.open_manager(tmp_path / "buffer.sqlite")
+        start.join(manager, engines, [])  # type: ignore[arg-type]
+        for number in range(most_lost):
+            assert engines.goes_on[number](EngineError("killed"))
+            for _ in range(500 if number == 0 else 0):
+                if "could not be started again" in stream.getvalue():
+                    break
+                time.sleep(0.01)
+        # Of one engine alone the start that may come is none that has failed.
+        engines.restarts.clear()
+        assert not engines.goes_on[count - 1](EngineError("killed"))
+    said = f"the run ends, because {most_lost + 1} of {count} engines are lost, more than half"
+    assert (said in stream.getvalue()) == (count - most_lost > 1)
+
+
 def test_the_last_engine_is_started_again(tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manager_module, "RewardRunner", Rewards)
     (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": "1", "label": "1"}) + "\n")
@@ -143,8 +169,11 @@ def test_the_last_engine_is_started_again(tiny_model: Callable[..., Path], tmp_p
         # None of what may not be started again.
         assert not manager.pool.end_failed(manager.clients[1], EngineError("nonsense"))
         assert manager.pool.end_failed(manager.clients[0], EngineError("nonsense")) and engines.ended == [(0, "nonsense")]
+        left = manager.clients[0]
         for number in (1, 0):
             assert engines.goes_on[number](EngineError(f"killed, {number}"))
+        # A failure that is known later than the death is not that of the engine in its place.
+        assert not manager.pool.end_failed(left, EngineError("cannot be reached")) and len(engines.ended) == 1
         for _ in range(500):
             if manager._num_returned:
                 break

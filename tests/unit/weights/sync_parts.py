@@ -69,6 +69,8 @@ class Server:
 class Ranks:
     """Two ranks that are connected at once, and take a moment to send; where the transport wants files or memory they make it."""
 
+    has_died = False
+
     def __init__(self, log: list[tuple[Any, ...]]) -> None:
         self.log = log
         self.plans: list[Any] = []

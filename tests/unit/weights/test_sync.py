@@ -29,7 +29,9 @@ COMPARE = UPDATES["ipc"]
 
 
 @pytest.fixture
-def make_run(tmp_path: Path) -> Callable[..., Run]:
+def make_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
+    # In stand-ins a death follows after 0.02 s.
+    monkeypatch.setattr("megatron_rl.weights.sync.DEATH_S", 0.1)
     return lambda *servers: Run(tmp_path, *servers)
 
 
@@ -351,6 +353,22 @@ def test_a_sync_waits_for_the_only_engine_to_return(make_run: Callable[..., Run]
 
     with contextlib.nullcontext() if returns else pytest.raises(EngineError, match="no engine is left"):
         asyncio.run(work())
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_a_rank_that_dies_in_a_sync_ends_no_engine(make_run: Callable[..., Run], name: str) -> None:
+    """What an engine raises comes first, as it does with a connection that breaks."""
+    run, ended = make_run({}, {"fails_at": UPDATES[name]}), list[EngineClient]()
+    run.servers[1].dead = lambda: setattr(run.ranks, "has_died", True)
+
+    async def work() -> None:
+        sync = run.open(name)
+        run.pool.end_failed = lambda client, error: bool(ended.append(client))
+        with pytest.raises(EngineError, match="cannot be reached"):
+            await sync.run(version=1)
+        assert ended == [] and len(run.pool.membership.members) == 2
+
+    asyncio.run(work())
 
 
 @pytest.mark.parametrize("name", TRANSPORTS)
