@@ -207,6 +207,8 @@ def _start_local(num_processes: int, directory: Path, before: set[psutil.Process
     """Start Ray on this machine, with the session in `directory`. Raises DeadlineError and WorkerDiedError."""
     import ray
 
+    # For a plug-in that has imported Ray before `prepare_environment`: engines would listen on the machine's own address.
+    ray._private.ray_constants.ENABLE_RAY_CLUSTER = False
     with _waiting_for_the_node(before):
         ray.init(
             # Without this setting Ray joins a cluster of another user on this machine.

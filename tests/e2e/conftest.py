@@ -21,6 +21,20 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 240.0
 
+# Ray is started in processes of their own: what it leaves in a process would reach every later test.
+CLUSTER = """
+import sys
+from ray.cluster_utils import Cluster
+
+cluster = Cluster()
+for number, words in enumerate(sys.argv[1:]):
+    cpus, gpus = map(int, words.split(","))
+    cluster.add_node(num_cpus=cpus, num_gpus=gpus, object_store_memory=150 * 2**20, include_dashboard=False)
+print(cluster.address, flush=True)
+sys.stdin.read()
+cluster.shutdown()
+"""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak", type=int, default=60, help="steps of the run with a fault every 15; 300 in the whole one")
@@ -32,6 +46,8 @@ class Command:
     def __init__(self, arguments: list[str], *, log: Path) -> None:
         self._log = log
         self._seen: set[psutil.Process] = set()
+        self.roots: list[int] = []
+        """Other processes below which the command's may be: a cluster's."""
         with log.open("wb") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "megatron_rl", *arguments],
@@ -48,8 +64,9 @@ class Command:
 
     def descendants(self) -> set[psutil.Process]:
         """Every process that the command has started and that this object has seen."""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            self._seen |= set(psutil.Process(self.process.pid).children(recursive=True))
+        for root in (self.process.pid, *self.roots):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self._seen |= set(psutil.Process(root).children(recursive=True))
         return self._seen
 
     def members(self, words: str) -> list[psutil.Process]:
@@ -62,13 +79,17 @@ class Command:
                     found.append((process.create_time(), process))
         return [process for _, process in sorted(found, key=lambda each: each[0])]
 
-    def wait_for(self, text: str) -> None:
+    def wait_for(self, text: str, *, timeout_s: float = TIMEOUT_S) -> None:
         """Wait until the output contains `text`."""
-        deadline = time.monotonic() + TIMEOUT_S
-        while text not in self.output:
+        self.wait_until(lambda: text in self.output, what=text, timeout_s=timeout_s)
+
+    def wait_until(self, holds: Callable[[], object], *, what: str, timeout_s: float = TIMEOUT_S) -> None:
+        """Wait until something holds, which the command has to live to see."""
+        deadline = time.monotonic() + timeout_s
+        while not holds():
             self.descendants()
-            assert self.process.poll() is None, f"ended with {self.process.returncode} before {text!r}:\n{self.output}"
-            assert time.monotonic() < deadline, f"no {text!r} within {TIMEOUT_S} s:\n{self.output}"
+            assert self.process.poll() is None, f"ended with {self.process.returncode} before {what!r}:\n{self.output}"
+            assert time.monotonic() < deadline, f"no {what!r} within {timeout_s} s:\n{self.output}"
             time.sleep(0.2)
 
     def wait(self, timeout_s: float = TIMEOUT_S) -> int:
@@ -129,6 +150,31 @@ def finish() -> Callable[..., None]:
             command.reap()
 
     return run
+
+
+@pytest.fixture
+def cluster() -> Iterator[Callable[..., str]]:
+    """`cluster("4,2", "4,2")` starts nodes with so many CPUs and GPUs, which may be make-believe; returns Ray's address."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*nodes: str) -> str:
+        # Ray gives workers the lowest priority else, and a busy machine then no time.
+        process = subprocess.Popen(
+            [sys.executable, "-c", CLUSTER, *nodes],
+            cwd="/",
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "RAY_worker_niceness": "0"},
+        )
+        started.append(process)
+        assert process.stdout is not None
+        lines = iter(process.stdout.readline, "")
+        return next(line.strip() for line in lines if ":" in line and " " not in line.strip())
+
+    yield start
+    for process in started:
+        process.communicate(timeout=60)
 
 
 def read_json(path: Path) -> Any:

@@ -3,26 +3,12 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from small_run import rl_arguments
-
-# Ray is started in processes of their own: what it leaves in a process would reach every later test.
-CLUSTER = """
-import sys
-from ray.cluster_utils import Cluster
-
-cluster = Cluster()
-for number, words in enumerate(sys.argv[1:]):
-    cpus, gpus = map(int, words.split(","))
-    cluster.add_node(num_cpus=cpus, num_gpus=gpus, object_store_memory=150 * 2**20, include_dashboard=False)
-print(cluster.address, flush=True)
-sys.stdin.read()
-cluster.shutdown()
-"""
 
 SEATS = """
 import json, os, sys
@@ -99,25 +85,6 @@ with Watchdog() as watchdog:
     watchdog.forget()
 ray.shutdown()
 """
-
-
-@pytest.fixture
-def cluster() -> Iterator[Callable[..., str]]:
-    """`cluster("4,2", "4,2")` starts nodes with so many CPUs and GPUs, which may be make-believe; returns Ray's address."""
-    started: list[subprocess.Popen[str]] = []
-
-    def start(*nodes: str) -> str:
-        process = subprocess.Popen(
-            [sys.executable, "-c", CLUSTER, *nodes], cwd="/", stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        started.append(process)
-        assert process.stdout is not None
-        lines = iter(process.stdout.readline, "")
-        return next(line.strip() for line in lines if ":" in line and " " not in line.strip())
-
-    yield start
-    for process in started:
-        process.communicate(timeout=60)
 
 
 def test_ranks_and_engines_are_where_the_placement_says(cluster: Callable[..., str]) -> None:

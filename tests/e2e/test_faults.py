@@ -5,15 +5,16 @@ and the same command with `--resume` does the rest.
 """
 
 import contextlib
-import itertools
+import os
 import random
 import re
+import resource
 import signal
 import socket
 import sqlite3
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ from typing import Any
 import psutil
 import pytest
 from small_run import chat_arguments, metrics, rl_arguments
+
+from megatron_rl.engines.engine import FIRST_PORT, LAST_PORT
 
 NUM_STEPS = 4
 WAIT_S = 600.0
@@ -35,9 +38,14 @@ MODES: dict[str, tuple[str, ...]] = {
     "partial": ("rollout.order={kind: first_complete, partial: true}",),
     "colocated": ("runtime.colocate=true",),
     "turns": (),
+    "nodes": (),  # two virtual nodes, and one to spare
 }
 SERVER, SCHEDULER, RANK = "megatron_rl.engines.sglang_server", "sglang::scheduler", "ray::TrainerWorker"
 ENGINE_BACK, RANKS_BACK = r"engine 0 is back after \d+ s", r"the ranks are back after \d+ s"
+CLUSTERS_OWN = ("/raylet/raylet ", "gcs_server", "ray::IDLE", "/ray/_private/", "/ray/dashboard/", "/ray/_raylet")
+LIBFAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1")
+JUMPS_S = 7200
+ENGINE_PORTS = range(FIRST_PORT, LAST_PORT)
 
 
 @dataclass(frozen=True)
@@ -46,10 +54,10 @@ class Fault:
 
     do: Callable[[Any, Path, ExitStack], None]
     says: str
+    modes: tuple[str, ...]
+    """Those that are tried. Engines on shared devices are not started again, and some faults are in a rollout of their own."""
     status: int = 0
     words: tuple[str, ...] = ()
-    not_in: tuple[str, ...] = ()
-    """Modes where it is another fault: engines on shared devices are not started again."""
 
 
 def hit(number: signal.Signals, words: str, *, all_of_them: bool = False) -> Callable[..., None]:
@@ -68,7 +76,9 @@ def hit(number: signal.Signals, words: str, *, all_of_them: bool = False) -> Cal
 def steal_port(run: Any, directory: Path, stack: ExitStack) -> None:
     """Kill the engine, and listen where it did."""
     (server,) = run.members(SERVER)[:1]
-    (port,) = {link.laddr.port for link in server.net_connections("tcp") if link.status == psutil.CONN_LISTEN and link.laddr.port >= 20000}
+    (port,) = {
+        link.laddr.port for link in server.net_connections("tcp") if link.status == psutil.CONN_LISTEN and link.laddr.port in ENGINE_PORTS
+    }
     server.kill()
     thief = stack.enter_context(socket.socket())
     thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -107,6 +117,51 @@ def forbid_writes(run: Any, directory: Path, stack: ExitStack) -> None:
     subprocess.run(["mount", "-o", "remount,bind,ro", mount], check=True)
 
 
+def kill_tools(run: Any, directory: Path, stack: ExitStack) -> None:
+    """Kill the processes of all environments; the one that forks them lives."""
+    opened: list[psutil.Process] = []
+
+    def are_open() -> bool:
+        found = run.members("multiprocessing.spawn")
+        opened[:] = [process for process in found if process.ppid() in {each.pid for each in found}]
+        return bool(opened)
+
+    run.wait_until(are_open, what="environments")
+    for process in opened:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def lose_node(words: str) -> Callable[..., None]:
+    """Kill everything on the virtual node that has the process with these words: the machine has lost power."""
+
+    def do(run: Any, directory: Path, stack: ExitStack) -> None:
+        (raylet,) = {each for each in run.members(words)[0].parents() if "/raylet/raylet " in " ".join(each.cmdline())}
+        for process in (raylet, *raylet.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    return do
+
+
+def limit_memory(words: str) -> Callable[..., None]:
+    """Let the processes with these words get no more memory."""
+
+    def do(run: Any, directory: Path, stack: ExitStack) -> None:
+        for process in run.members(words):
+            process.rlimit(resource.RLIMIT_AS, (2**20, 2**20))
+
+    return do
+
+
+def jump(run: Any, directory: Path, stack: ExitStack) -> None:
+    """Set the clock forward, and back behind its start in the next step."""
+    offset = Path(os.environ["FAKETIME_TIMESTAMP_FILE"])
+    offset.write_text(f"+{JUMPS_S}s")
+    run.wait_for(number_line(2, NUM_STEPS))
+    offset.write_text(f"-{JUMPS_S}s")
+
+
 def nothing(run: Any, directory: Path, stack: ExitStack) -> None:
     """The fault is in the run's words."""
 
@@ -115,52 +170,83 @@ def network(kind: str) -> tuple[str, ...]:
     return ("rollout.function=tests.e2e.bad_network:rollout", f"rollout.args.kind={kind}")
 
 
+def in_sync(kind: str) -> tuple[str, ...]:
+    return ("rollout.function=tests.e2e.broken_sync:rollout", f"rollout.args.kind={kind}")
+
+
+KILL, STOP, NO_ROOM = signal.SIGKILL, signal.SIGSTOP, "(No space left on device|database or disk is full)"
+HANGS = f"made no step.*{ENGINE_BACK}"
 FAULTS: dict[str, Fault] = {
-    "rank killed": Fault(hit(signal.SIGKILL, RANK), RANKS_BACK),
-    "rank stopped": Fault(hit(signal.SIGSTOP, RANK), rf"Megatron rank \d does not answer.*{RANKS_BACK}", words=("model.deadline_s=120",)),
-    "engine killed": Fault(hit(signal.SIGKILL, SERVER), ENGINE_BACK, not_in=("colocated",)),
-    "engine stopped": Fault(hit(signal.SIGSTOP, SCHEDULER), f"made no step.*{ENGINE_BACK}", not_in=("colocated",)),
-    "server stopped": Fault(hit(signal.SIGSTOP, SERVER), f"did not answer.*{ENGINE_BACK}", not_in=("colocated",)),
-    "engine's actor killed": Fault(hit(signal.SIGKILL, "ray::EngineWorker"), ENGINE_BACK, not_in=("colocated",)),
-    "port stolen": Fault(steal_port, ENGINE_BACK, not_in=("colocated",)),
-    "reward workers killed": Fault(hit(signal.SIGKILL, "multiprocessing.spawn", all_of_them=True), "", not_in=("turns",)),
-    "buffer locked": Fault(lock_buffer, ""),
-    "network slow": Fault(nothing, "", words=network("slow"), not_in=("turns",)),
-    "network cut": Fault(nothing, "", words=network("cut"), not_in=("turns",)),
-    "network garbled": Fault(nothing, ENGINE_BACK, words=network("garbled"), not_in=("turns", "colocated")),
-    "disk full": Fault(fill_disk, "megatron-rl: .*No space left on device", status=2),
-    "read-only": Fault(forbid_writes, "megatron-rl: .*Read-only file system", status=2),
-    "driver killed": Fault(lambda run, *_: run.process.kill(), "", status=-signal.SIGKILL),
-    "raylet killed": Fault(
-        hit(signal.SIGKILL, "/raylet/raylet "), "megatron-rl: a library has ended the main process with status 1", status=1
+    "rank killed": Fault(hit(KILL, RANK), RANKS_BACK, ("async", "nodes")),
+    "rank killed in a sync": Fault(nothing, rf"because: Megatron rank \d died.*{RANKS_BACK}", ("sync", "async"), words=in_sync("rank")),
+    "rank stopped": Fault(
+        hit(STOP, RANK), rf"Megatron rank \d does not answer.*{RANKS_BACK}", ("partial", "colocated"), words=("model.deadline_s=120",)
     ),
-    "Ray's control service killed": Fault(hit(signal.SIGKILL, "gcs/gcs_server"), "Ray's control service at .* is gone;", status=75),
+    "engine killed": Fault(hit(KILL, SERVER), ENGINE_BACK, ("sync", "turns")),
+    "engine stopped": Fault(hit(STOP, SCHEDULER), HANGS, ("async", "partial")),
+    "engine stopped before a sync": Fault(nothing, f"a weight sync it {HANGS}", ("async",), words=in_sync("engine")),
+    "engine stopped in a sync": Fault(nothing, f"a weight sync it {HANGS}", ("sync",), words=in_sync("receiving")),
+    "server stopped": Fault(hit(STOP, SERVER), f"did not answer.*{ENGINE_BACK}", ("turns", "sync")),
+    "engine's actor killed": Fault(hit(KILL, "ray::EngineWorker"), ENGINE_BACK, ("sync", "nodes")),
+    "engine out of memory": Fault(limit_memory(SCHEDULER), ENGINE_BACK, ("sync", "partial")),
+    "port stolen": Fault(steal_port, ENGINE_BACK, ("partial", "turns")),
+    "reward workers killed": Fault(hit(KILL, "multiprocessing.spawn", all_of_them=True), "", ("sync", "async")),
+    "tools killed": Fault(kill_tools, "", ("turns",)),
+    "buffer locked": Fault(lock_buffer, "", ("async", "partial")),
+    "clock jumps": Fault(jump, "", ("async", "colocated")),
+    "network slow": Fault(nothing, "", ("colocated", "sync"), words=network("slow")),
+    "network cut": Fault(nothing, "", ("sync", "async"), words=network("cut")),
+    "network garbled": Fault(nothing, ENGINE_BACK, ("partial", "sync"), words=network("garbled")),
+    "disk full": Fault(fill_disk, f"megatron-rl: .*{NO_ROOM}", ("turns", "sync"), status=2),
+    "read-only": Fault(forbid_writes, "megatron-rl: .*Read-only file system", ("async", "partial"), status=2),
+    "driver killed": Fault(lambda run, *_: run.process.kill(), "", ("colocated", "turns", "nodes"), status=-KILL),
+    "raylet killed": Fault(
+        hit(KILL, "/raylet/raylet "), "megatron-rl: a library has ended the main process with status 1", ("sync", "async"), status=1
+    ),
+    "Ray's control service killed": Fault(
+        hit(KILL, "gcs/gcs_server"), "Ray's control service at .* is gone;", ("partial", "colocated"), status=75
+    ),
+    "node of the engine lost": Fault(lose_node("ray::EngineWorker"), ENGINE_BACK, ("nodes",)),
+    "node of the ranks lost": Fault(lose_node(RANK), RANKS_BACK, ("nodes",)),
 }
 SOAKED = ("rank killed", "engine killed", "engine's actor killed", "port stolen", "reward workers killed", "buffer locked")
 IN_GATE = {("engine killed", "sync")}
 
 
-def cases() -> Iterator[Any]:
-    """Two modes for each fault, so that every mode has its turn."""
-    turn = itertools.cycle(MODES)
-    for name, fault in FAULTS.items():
-        modes = [mode for mode in itertools.islice(turn, 5 + 2) if mode not in fault.not_in][:2]
-        if any(gate == name for gate, _ in IN_GATE):
-            modes = ["sync", *(mode for mode in modes if mode != "sync")][:2]
-        for mode in modes:
-            marks = () if (name, mode) in IN_GATE else (pytest.mark.slow,)
-            yield pytest.param(name, mode, id=f"{name}, {mode}", marks=marks)
+def needs_its_own(name: str) -> bool:
+    """True of a fault that needs other settings of a run, or ends it."""
+    return bool(FAULTS[name].words or FAULTS[name].status) or name == "clock jumps"
 
 
-def arguments(task: Path, chat_task: Path, directory: Path, *, mode: str, words: tuple[str, ...]) -> list[str]:
+def cases() -> list[Any]:
+    """The faults that need a run of their own, in their modes, and those of the gate."""
+    pairs = [(name, mode) for name, fault in FAULTS.items() for mode in fault.modes]
+    return [
+        pytest.param(name, mode, id=f"{name}, {mode}", marks=() if (name, mode) in IN_GATE else (pytest.mark.slow,))
+        for name, mode in pairs
+        if needs_its_own(name) or (name, mode) in IN_GATE
+    ]
+
+
+def faults_of(mode: str) -> list[str]:
+    """The other faults of a mode."""
+    return [name for name, fault in FAULTS.items() if mode in fault.modes and not needs_its_own(name)]
+
+
+def number_line(step: int, num_steps: int) -> str:
+    """What the line of a step begins with."""
+    return f"\n{step:>{len(str(num_steps))}}/{num_steps} "
+
+
+def arguments(task: Path, chat_task: Path, directory: Path, *, mode: str, words: Sequence[str]) -> list[str]:
     if mode == "turns":
         return chat_arguments(chat_task, directory, "rollout.args={seconds: 0.3}", f"run.num_steps={NUM_STEPS}", *words)
     return rl_arguments(task, directory, *SMALL, *SLOW_REWARD, *MODES[mode], *words)
 
 
-def assert_nothing_lost_or_twice(directory: Path, *, mode: str, num_steps: int = NUM_STEPS) -> None:
+def assert_nothing_lost_or_twice(directory: Path, *, mode: str, num_steps: int = NUM_STEPS, per_step: int = 16) -> None:
     """A full batch for each step, all prompts in turn, each once, no token too old, and the current version in each step's row."""
-    rows, per_step, samples = metrics(directory), *((4, 2) if mode == "turns" else (16, 4))
+    rows, (per_step, samples) = metrics(directory), (4, 2) if mode == "turns" else (per_step, 4)
     assert list(rows) == list(range(num_steps + 1)), "no step twice, none missing"
     assert [rows[step]["weights/version"] for step in rows] == list(range(num_steps + 1))
     with contextlib.closing(sqlite3.connect(f"file:{directory}/buffer.sqlite?mode=ro", uri=True)) as buffer:
@@ -191,35 +277,105 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", place], check=True)
 
 
-def run_through(name: str, mode: str, *, command: list[str], directory: Path, start: Callable[..., Any]) -> None:
-    """Start the run, let the fault come after its first step, and see the run to its end."""
-    fault = FAULTS[name]
-    with ExitStack() as stack:
-        run = start(*command)
-        run.wait_for(f"\n1/{NUM_STEPS} ")
-        fault.do(run, directory, stack)
-        assert run.wait(WAIT_S) == fault.status, run.output
-    said = " ".join(run.output.split())
-    assert re.search(fault.says, said), run.output
-    assert "Traceback" not in run.output and "(raylet)" not in run.output.replace("] (raylet) ", ""), run.output
-    assert run.survivors(timeout_s=30) == []
-    if fault.status:
-        again = start(*command, "--resume")
-        assert again.wait(WAIT_S) == 0, again.output
-        assert again.survivors() == []
-    assert_nothing_lost_or_twice(directory, mode=mode)
-    if fault.says.endswith(ENGINE_BACK):
-        assert sum(row.get("engine/restarts", 0) for row in metrics(directory).values()) == len(re.findall(ENGINE_BACK, said))
+def left(run: Any, **timeout: float) -> list[str]:
+    """What a run has left behind of its own."""
+    return [each for each in run.survivors(**timeout) if not (run.roots and any(words in each for words in CLUSTERS_OWN))]
+
+
+@pytest.fixture
+def begin(
+    task: Path, chat_task: Path, tmp_path: Path, start: Callable[..., Any], cluster: Callable[..., str]
+) -> Callable[..., Callable[..., Any]]:
+    """`begin(mode, *words)` returns what starts a run in that mode, with further words at each call."""
+
+    def prepare(mode: str, *words: str, place: Path = tmp_path) -> Callable[..., Any]:
+        command, roots = arguments(task, chat_task, place / "run", mode=mode, words=words), list[int]()
+        if mode == "nodes":
+            command += ["--ray-address", cluster("2,0", "2,0", "2,0", "2,0")]
+            roots += [each.pid for each in psutil.Process().children() if "ray.cluster_utils" in " ".join(each.cmdline())]
+
+        def run(*more: str) -> Any:
+            begun = start(*command, *more)
+            begun.roots = roots
+            return begun
+
+        return run
+
+    return prepare
 
 
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(("name", "mode"), cases())
 def test_a_fault_loses_nothing(
-    task: Path, chat_task: Path, tmp_path: Path, start: Callable[..., Any], request: pytest.FixtureRequest, name: str, mode: str
+    begin: Callable[..., Callable[..., Any]],
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    mode: str,
 ) -> None:
-    place = request.getfixturevalue("disk") if name in ("disk full", "read-only") else tmp_path
-    command = arguments(task, chat_task, place / "run", mode=mode, words=FAULTS[name].words)
-    run_through(name, mode, command=command, directory=place / "run", start=start)
+    """It comes after the first step of a run, which is seen to its end."""
+    fault, place = FAULTS[name], request.getfixturevalue("disk") if name in ("disk full", "read-only") else tmp_path
+    if name == "clock jumps":
+        if not LIBFAKETIME.exists():
+            pytest.skip(f"needs {LIBFAKETIME}, of Debian's libfaketime")
+        (tmp_path / "offset").write_text("+0s")
+        settings = {"TIMESTAMP_FILE": tmp_path / "offset", "CACHE_DURATION": 1, "DONT_FAKE_MONOTONIC": 1}
+        for key, value in {"LD_PRELOAD": LIBFAKETIME, **{f"FAKETIME_{key}": value for key, value in settings.items()}}.items():
+            monkeypatch.setenv(key, str(value))
+    starting = begin(mode, *fault.words, place=place)
+    with ExitStack() as stack:
+        run = starting()
+        run.wait_for(number_line(1, NUM_STEPS))
+        fault.do(run, place / "run", stack)
+        assert run.wait(WAIT_S) == fault.status, run.output
+    said = " ".join(run.output.split())
+    assert re.search(fault.says, said), run.output
+    assert_clean(run)
+    if fault.status:
+        again = starting("--resume")
+        assert again.wait(WAIT_S) == 0, again.output
+        assert left(again) == []
+    assert_nothing_lost_or_twice(place / "run", mode=mode)
+    if fault.says.endswith(ENGINE_BACK):
+        assert_returns(run, place / "run", num_engines=1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize("mode", [mode for mode in MODES if faults_of(mode)])
+def test_faults_one_after_the_other_lose_nothing(begin: Callable[..., Callable[..., Any]], tmp_path: Path, mode: str) -> None:
+    """Each comes three steps after the one before, when what the run says of that one is said."""
+    names, every = faults_of(mode), 3
+    num_steps = every * len(names) + 1
+    run, took_s = begin(mode, f"run.num_steps={num_steps}", "rollout.engine_restarts=100", "runtime.restarts=100")(), dict[str, float]()
+    for number, name in enumerate(names):
+        run.wait_for(number_line(every * number + 1, num_steps))
+        before, begun_s = len(run.output), time.monotonic()
+        with ExitStack() as stack:
+            FAULTS[name].do(run, tmp_path / "run", stack)
+            says = lambda name=name, before=before: re.search(FAULTS[name].says, " ".join(run.output[before:].split()))  # noqa: E731
+            run.wait_until(says, what=FAULTS[name].says)
+        run.wait_for(number_line(every * number + 2, num_steps))
+        took_s[name] = time.monotonic() - begun_s
+    assert run.wait(WAIT_S) == 0, run.output
+    print(f"{mode}: {', '.join(f'{name} {seconds:.0f} s' for name, seconds in took_s.items())}")
+    assert_clean(run)
+    assert_nothing_lost_or_twice(tmp_path / "run", mode=mode, num_steps=num_steps)
+    assert_returns(run, tmp_path / "run", num_engines=sum(FAULTS[name].says.endswith(ENGINE_BACK) for name in names))
+    assert run.output.count("the ranks are back") == sum(FAULTS[name].says.endswith(RANKS_BACK) for name in names)
+
+
+def assert_clean(run: Any) -> None:
+    """No process is left, and nothing was said but sentences."""
+    assert "Traceback" not in run.output and "(raylet)" not in run.output.replace("] (raylet) ", ""), run.output
+    assert left(run, timeout_s=30) == []
+
+
+def assert_returns(run: Any, directory: Path, *, num_engines: int) -> None:
+    """As many engines were started again, and are told of."""
+    counted = sum(row.get("engine/restarts", 0) for row in metrics(directory).values())
+    assert counted == len(re.findall(ENGINE_BACK, " ".join(run.output.split()))) == num_engines, run.output
 
 
 @pytest.mark.slow
@@ -230,23 +386,23 @@ def test_a_soak_leaves_the_curve_of_a_run_without_faults(
     """Deterministic engines: every reward and loss of every step is that of the run that nothing disturbs."""
     num_steps, every = request.config.getoption("--soak", 60), 15
     words = (*SMALL, f"run.num_steps={num_steps}", "rollout.sglang.enable_deterministic_inference=true", "run.keep_checkpoints=2")
-    words += ("runtime.restarts=1000", "rollout.engine_restarts=1000", *SLOW_REWARD)
-    whole = start(*rl_arguments(task, tmp_path / "whole", *words))
-    assert whole.wait(3600) == 0, whole.output
+    words += ("runtime.restarts=1000", "rollout.engine_restarts=1000", "data.prompts_per_step=4", SLOW_REWARD[0], "reward.args.seconds=0")
+    # So slow that there is something to learn to the end.
+    words += ("training.optimizer.lr=1e-5", "training.optimizer.min_lr=1e-5")
+    # Side by side: one has work while the other waits for what comes back.
+    whole, run = (start(*rl_arguments(task, tmp_path / name, *words)) for name in ("whole", "run"))
     rng, done = random.Random(0), list[str]()
-    run = start(*rl_arguments(task, tmp_path / "run", *words))
     for step in range(every, num_steps, every):
-        run.wait_for(f"\n{step}/{num_steps} ")
-        name = rng.choice(
-            ["rank killed", "engine killed", "engine's actor killed", "port stolen", "reward workers killed", "buffer locked"]
-        )
+        run.wait_for(number_line(step, num_steps), timeout_s=WAIT_S)
+        name = rng.choice(SOAKED)
         time.sleep(rng.uniform(0, 2))
         with ExitStack() as stack:
             FAULTS[name].do(run, tmp_path / "run", stack)
         done.append(name)
-    assert run.wait(3600) == 0, run.output
-    assert run.survivors() == []
-    assert_nothing_lost_or_twice(tmp_path / "run", mode="sync", num_steps=num_steps)
+    for each in (run, whole):
+        assert each.wait(3600) == 0, each.output
+        assert each.survivors() == []
+    assert_nothing_lost_or_twice(tmp_path / "run", mode="sync", num_steps=num_steps, per_step=4)
     got, wanted = metrics(tmp_path / "run"), metrics(tmp_path / "whole")
     names = ("rollout/reward", "train/loss", "train/grad_norm", "train/entropy")
     assert {step: [got[step][each] for each in names] for step in got if step} == {

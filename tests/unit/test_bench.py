@@ -170,3 +170,16 @@ def test_the_policy_of_the_shop_ends_or_calls_a_tool(tmp_path: Path, monkeypatch
     letters = "abcdefghijklmnop"
     ends = ("", f"<tool_call>{shop.CALL}</tool_call>")
     assert said == {letters + letter + end for letter in "xy" for end in ends}
+
+
+def test_what_faults_cost_is_told_in_starts_and_steps(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Steps of 1 s but for one of 10 s behind a death, of 2 s, and an engine that waits for its second turn for a second."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    faults = importlib.import_module("faults")
+    took_s = {step: 1.0 for step in range(1, 13)} | {5: 10.0, 9: 2.0}
+    ends = {step: sum(took_s[each] for each in range(1, step + 1)) for step in took_s}
+    faults.report(ends, {4: "a", 8: "b"}, every=4, cold_s=10.0, backs=[(0, 12.0), (1, 12.0), (0, 14.0)])
+    printed = capsys.readouterr().out
+    assert "engine 0 was back after 14 s, of them 1 s back-off: 1.30 cold starts" in printed
+    assert "median 1.20 cold starts, goal 1.2: met" in printed
+    assert "death of a: 9.0 s, 9.0 steps; 0.25 % of an hour's throughput" in printed and "death of b: 1.0 s, 1.0 steps" in printed

@@ -217,6 +217,13 @@ def test_a_control_service_that_is_gone_ends_the_run(machine: Callable[..., Rays
             lost.result(timeout=20)
 
 
+def test_a_local_ray_stays_on_loopback_where_a_plug_in_imported_it(machine: Callable[..., Rays], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray._private.ray_constants, "ENABLE_RAY_CLUSTER", True)
+    machine()
+    with ray_cluster(address=None, num_processes=1, logs=Path("logs")):
+        assert ray.util.get_node_ip_address() == "127.0.0.1"
+
+
 def test_ray_reads_the_deadlines_that_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also 300 s without its control service, in which a checkpoint in progress is written; Ray's own are 60."""
     monkeypatch.setattr(os, "environ", {})
