@@ -1,5 +1,6 @@
 """Engines that die or fail: the run goes on without them, and each is started again on its place."""
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,6 +13,8 @@ from megatron_rl.engines.engine import EngineAddress
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.rollout.manager import RolloutManager
 from megatron_rl.runtime.engines import EngineGroup
+
+ERROR_LINE = re.compile(r"[\w.]*(Error|Exception)\b")
 
 
 class EngineReturns:
@@ -68,7 +71,7 @@ class EngineReturns:
         if left:
             again = "" if returning is None else f"engine {number} is started again, and "
             count = f"{len(self._manager.clients)} of {self._count} engines"
-            self._note(f"{again}the run goes on with {count}, because one ended: {error}")
+            self._note(f"{again}the run goes on with {count}, because one ended: {_sentence(error)}")
         return left
 
     async def _bring_back(self, number: int) -> bool:
@@ -80,10 +83,16 @@ class EngineReturns:
                 self._numbers[address] = number
                 await self._manager.join([address], serve_current=self._serve_current)
             except (MegatronRLError, RayError, TimeoutError) as error:
-                self._note(f"engine {number} could not be started again: {error}")
+                self._note(f"engine {number} could not be started again: {_sentence(error)}")
                 continue
             self._engines.watch(number, goes_on=partial(self._goes_on, number, address))
             self._note(f"engine {number} is back after {time.monotonic() - begun_s:.0f} s, and gets the current weights")
             return True
         self._num_lost += 1
         return False
+
+
+def _sentence(error: Exception) -> str:
+    """Return the first line of the message; of the end of a log below it the last error, or the last line."""
+    first, *log = [line for line in str(error).splitlines() if line.strip()] or [repr(error)]
+    return " ".join([first, *([line for line in log if ERROR_LINE.match(line)] or log)[-1:]])

@@ -120,10 +120,12 @@ def test_a_run_survives_a_dead_engine_but_not_the_last(
             asyncio.run_coroutine_threadsafe(call(["weights"]), start.watchdog._loop)
             for call in (manager.release_memory, manager.restore_memory)
         ]
-        assert engines.goes_on[0](EngineError("killed by signal 9"))
+        log = "at url, died; the end of its log engine-0.log:\nTraceback\n  a = b\nRuntimeError: no memory\n\n[10:31] SIGQUIT received"
+        assert engines.goes_on[0](EngineError(log))
         assert [move.result(timeout=10) for move in moving] == [None, None]
         assert [client.address for client in manager.clients] == engines.addresses[1:]
-        assert "note: the run goes on with 1 of 2 engines, because one ended: killed by signal 9" in stream.getvalue()
+        said = "note: the run goes on with 1 of 2 engines, because one ended: at url, died; the end of its log engine-0.log: RuntimeError"
+        assert f"{said}: no memory" in " ".join(stream.getvalue().split()) and "Traceback" not in stream.getvalue()
         printed = stream.getvalue()
         assert not engines.goes_on[1](EngineError("killed, too"))
         assert [client.address for client in manager.clients] == engines.addresses[1:]
