@@ -113,7 +113,8 @@ class TrainerGroup:
         # Of every rank, once all have started.
         self._dp_ranks: list[int] = []
         self._checked: Path | None = None
-        self._holds: list[Future[None]] = []  # of every rank, done when it is dead
+        self._deaths: list[Future[None]] = []  # of every process, also one that never ran on a node that is lost
+        self._holds: list[Future[None]] = []  # the same by rank, once all processes run
         self._nodes = [
             [TrainerWorker.options(**reservation.rank_options(node)).remote() for _ in share.ranks]  # type: ignore[attr-defined]
             for node, share in enumerate(reservation.placement.nodes)
@@ -123,11 +124,13 @@ class TrainerGroup:
     def _seated(self) -> list[tuple[Any, tuple[str, ...]]]:
         """The actor of every rank and its GPUs; on each node in the order of these, which Ray deals out in any."""
         workers = [worker for node in self._nodes for worker in node]
+        deaths = {worker: worker.hold.remote().future() for worker in workers}
+        self._deaths = list(deaths.values())
         refs = [worker.take_place.remote(Path.cwd()) for worker in workers]
         answers = self._watchdog.wait(refs, name="starting the processes of the ranks", owner=OWNER, timeout_s=RANKS_START_S)
         gpus = dict(zip(workers, answers, strict=True))
         seated = [(worker, gpus[worker]) for node in self._nodes for worker in sorted(node, key=lambda one: gpu_order(gpus[one]))]
-        self._holds = [worker.hold.remote().future() for worker, _ in seated]
+        self._holds = [deaths[worker] for worker, _ in seated]
         for rank, hold in enumerate(self._holds):
             self._watchdog.watch(f"{OWNER} {rank}", hold)
         return seated
@@ -163,7 +166,7 @@ class TrainerGroup:
     @property
     def has_died(self) -> bool:
         """Return True when the process of a rank has ended."""
-        return any(hold.done() for hold in self._holds)
+        return any(death.done() for death in self._deaths)
 
     def stacks(self) -> list[list[str] | None]:
         """Return the stack of every rank's call, as `TrainerWorker.stack`; None for a rank that does not answer."""

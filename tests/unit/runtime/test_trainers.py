@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ray.exceptions import RayActorError
 
 from megatron_rl.algorithms.rounding_limits import FLOAT32, Expected
 from megatron_rl.config.load import load_settings
 from megatron_rl.data.packing import Shard, make_shards
-from megatron_rl.errors import DeadlineError, UserError
+from megatron_rl.errors import DeadlineError, UserError, WorkerDiedError
 from megatron_rl.observe.metrics import Metric, Sum, metric_values
 from megatron_rl.runtime import trainers as module
 from megatron_rl.runtime.trainers import TrainerGroup
@@ -123,6 +124,22 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[TrainerGroup]:
         made = TrainerGroup(load_settings(None, SETTINGS), reservation=reservation, watchdog=watchdog)
         made.start()
         yield made
+
+
+def test_a_process_that_never_ran_is_a_death(group: TrainerGroup) -> None:
+    """As on a node that is lost: Ray tells the calls in any order."""
+    assert not group.has_died
+    late: concurrent.futures.Future[None] = concurrent.futures.Future()
+    never: concurrent.futures.Future[None] = concurrent.futures.Future()
+    never.set_exception(RayActorError())
+    for actor in group._nodes[1]:
+        actor.hold = types.SimpleNamespace(remote=lambda: types.SimpleNamespace(future=lambda: late))
+        actor.take_place = types.SimpleNamespace(remote=lambda _: types.SimpleNamespace(future=lambda: never))
+    del group._seated
+    threading.Timer(0.1, late.set_exception, (RayActorError(),)).start()
+    with pytest.raises(WorkerDiedError, match=r"Megatron rank [23] died"):
+        _ = group.workers
+    assert group.has_died
 
 
 def make_batch(lengths: list[int]) -> TrainBatch:
