@@ -93,6 +93,7 @@ class EngineReturns:
 
 
 def _sentence(error: Exception) -> str:
-    """Return the first line of the message; of the end of a log below it the last error, or the last line."""
-    first, *log = [line for line in str(error).splitlines() if line.strip()] or [repr(error)]
-    return " ".join([first, *([line for line in log if ERROR_LINE.match(line)] or log)[-1:]])
+    """Return the first line of the message, and of the end of a log below it the last error."""
+    first, *log = str(error).splitlines() or [repr(error)]
+    found = [line for line in log if ERROR_LINE.match(line)]
+    return f"{first} {found[-1]}" if found else first.removesuffix(":")

@@ -173,7 +173,7 @@ def test_the_last_engine_is_started_again(tiny_model: Callable[..., Path], tmp_p
         assert manager.pool.end_failed(manager.clients[0], EngineError("nonsense")) and engines.ended == [(0, "nonsense")]
         left = manager.clients[0]
         for number in (1, 0):
-            assert engines.goes_on[number](EngineError(f"killed, {number}"))
+            assert engines.goes_on[number](EngineError(f"killed, {number}; the end of its log:\nGET 200 OK"))
         # A failure that is known later than the death is not that of the engine in its place.
         assert not manager.pool.end_failed(left, EngineError("cannot be reached")) and len(engines.ended) == 1
         for _ in range(500):
@@ -182,7 +182,7 @@ def test_the_last_engine_is_started_again(tiny_model: Callable[..., Path], tmp_p
             time.sleep(0.01)
         assert [client.address for client in manager.clients] == [back]
         printed = stream.getvalue()
-        assert "note: the run goes on with 1 of 2 engines, because one ended: killed, 1" in printed
+        assert "note: the run goes on with 1 of 2 engines, because one ended: killed, 1; the end of its log\n" in printed
         assert "note: engine 0 is started again, and the run goes on with 0 of 2 engines, because one ended: killed, 0" in printed
         assert "note: engine 0 could not be started again: no memory yet" in printed
         assert re.search(r"note: engine 0 is back after \d+ s, and gets the current weights", printed)
