@@ -35,7 +35,8 @@ class TokenData:
     `ref_log_probs` and `teacher_log_probs` are None without such a model. `token_keys` name a token
     within the whole batch under every layout. `trajectory_ids` [B] name each sequence's trajectory
     in the whole batch, and `trajectory_tokens` [B] count its trainable tokens over all ranks; None
-    where each sequence is a trajectory.
+    where each sequence is a trajectory. `drawn_log_probs` are the trainer's of the distribution that
+    drew the tokens, None where that is the policy.
     """
 
     rollout_log_probs: Floats | None
@@ -52,6 +53,7 @@ class TokenData:
     teacher_log_probs: Floats | None = None
     trajectory_ids: Ints | None = None
     trajectory_tokens: Ints | None = None
+    drawn_log_probs: Floats | None = None
 
 
 def needs_old_log_probs(objective: Objective, *, num_steps: int) -> bool:
@@ -69,6 +71,7 @@ def make_token_data(
     reference: Floats | None,
     state_values: Floats | None = None,
     teacher: Floats | None = None,
+    drawn: Floats | None = None,
     kl_reward_coef: float = 0.0,
 ) -> TokenData:
     """Return the data [T] of `shard`, with advantages by the groups of the whole batch, 0 for supervised training.
@@ -92,6 +95,7 @@ def make_token_data(
         token_keys=np.repeat(shard.rows, batch.lengths) * _TOKENS_PER_SEQUENCE + offsets,
         old_values=_own_or(batch.values, None if state_values is None else values_before(state_values), batch),
         teacher_log_probs=teacher,
+        drawn_log_probs=drawn,
         trajectory_ids=None if trajectories.single else own,
         trajectory_tokens=None if trajectories.single else trajectories.sum(shard.all_trainable_tokens)[own],
     )

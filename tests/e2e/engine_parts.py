@@ -38,9 +38,10 @@ def make_model(directory: Path, *, seed: int) -> Qwen3ForCausalLM:
     return model
 
 
-def make_engine(model: Path, log: Path, **options: Any) -> Engine:
+def make_engine(model: Path, log: Path, *, shapes_logits: bool = False, **options: Any) -> Engine:
     # At this level SGLang writes its arguments to the log.
-    arguments = server_arguments({"log_level": "info"}, model_path=model, device_kind="cpu", dtype="float32", seed=7)
+    described: dict[str, Any] = {"model_path": model, "device_kind": "cpu", "dtype": "float32", "seed": 7}
+    arguments = server_arguments({"log_level": "info"}, shapes_logits=shapes_logits, **described)
     return Engine(arguments, log_path=log, **options)
 
 

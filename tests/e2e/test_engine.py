@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,14 @@ import torch
 from engine_parts import TEMPERATURE, VOCAB, load, make_engine, make_model, reference_log_probs
 from maker_parts import make_maker
 from scoring import score
+from shaped_draws import draw_by_definition
 from slowed_engine import in_the_middle
 from small_run import exposures
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
+from megatron_rl.algorithms.entropy_aware import QUADRANTS, Draw, EntropyAware
 from megatron_rl.config.settings import SamplingSettings
 from megatron_rl.engines.answers import EngineLoad, Generation
 from megatron_rl.engines.client import ENGINE_PARTS, EngineClient
@@ -49,7 +52,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Qw
 def engine(
     models: dict[str, tuple[Path, Qwen3ForCausalLM]], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Engine, EngineAddress]]:
-    server = make_engine(models["first"][0], tmp_path_factory.mktemp("log") / "engine.log")
+    server = make_engine(models["first"][0], tmp_path_factory.mktemp("log") / "engine.log", shapes_logits=True)
     address = server.start()
     family = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
     yield server, address
@@ -78,6 +81,7 @@ def test_nobody_is_shown_the_key_of_a_server(engine: tuple[Engine, EngineAddress
     assert exposures(engine[0].api_key, engine[0]._log_path.parent, *open_to_others) == []
 
 
+ENTROPY_AWARE = EntropyAware(thresholds=(1.5, 0.9), quadrants={"branch": Draw(temperature=1.2, top_k=5)})
 CHOSEN = ({"top_p": 0.9, "top_k": 4096}, {"top_k": 5}, {"min_p": 0.2, "top_k": 4096}, {"top_p": 0.9, "top_k": 7, "min_p": 0.1})
 
 
@@ -105,6 +109,35 @@ def test_candidates_are_those_of_which_a_token_is_drawn(ask, models) -> None:
             assert abs(row[token] - np.logaddexp.reduce(row[found]) - generation.log_probs[place]) < 2e-5
         # A token at the border of top_p may fall either way by rounding.
         assert right > 0.95 * len(log_p) > 0
+
+
+def test_entropy_aware_tokens_are_drawn_as_their_log_probs_say(ask, models) -> None:
+    """Beside plain requests in the same call and batch, through an abort, against a float64 loop over the model's logits."""
+    prompt, temperatures = np.array([3, 1, 4, 1, 5]), (TEMPERATURE, 1.3)
+
+    async def work(client: EngineClient) -> list[Generation]:
+        samplings = [Sampling(max_tokens=32, temperature=each, entropy=ENTROPY_AWARE) for each in temperatures]
+        plain = Sampling(max_tokens=32, temperature=TEMPERATURE)
+        made = await asyncio.gather(*(client.generate(prompt, sampling=each, num_samples=6) for each in (*samplings, plain)))
+        longer = replace(samplings[0], max_tokens=400)
+        async with in_the_middle(client.generate(prompt, sampling=longer), client) as aborted:
+            await client.pause("abort")
+        await client.resume()
+        return [each for generations in (*made, await aborted) for each in generations]
+
+    generations, places = ask(work), []
+    for number, generation in enumerate(generations):
+        with torch.no_grad():
+            logits = models["first"][1](torch.tensor([[*prompt, *generation.token_ids]])).logits[0, len(prompt) - 1 : -1]
+        temperature = temperatures[1] if 6 <= number < 12 else TEMPERATURE
+        if 12 <= number < 18:
+            expected = torch.log_softmax(logits.double() / temperature, -1).numpy()
+        else:
+            drawn = [draw_by_definition(row, ENTROPY_AWARE, temperature=temperature) for row in logits.double().tolist()]
+            expected, quadrants = np.array([row for row, _ in drawn]), [name for _, name in drawn]
+            places += quadrants
+        np.testing.assert_allclose(generation.log_probs, expected[np.arange(len(expected)), generation.token_ids], atol=2e-5)
+    assert set(places) == set(QUADRANTS) and min(places.count(name) for name in QUADRANTS) >= 5, "every quadrant was drawn from"
 
 
 def test_a_server_tells_its_load_and_of_its_answers(ask: Callable[..., Any]) -> None:
