@@ -101,7 +101,13 @@ def _statistics(*inputs: Any) -> TokenStatistics:
 
 @torch.no_grad()
 def drawn_log_probs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, entropy: EntropyAware, temperature: float, vocab_size: int,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    entropy: EntropyAware,
+    temperature: float,
+    vocab_size: int,
     group: dist.ProcessGroup | None,
 ) -> Tensor:
     """Return log-probs [N] of `targets` [N] under the distribution by which `entropy` draws at `temperature`.

@@ -252,6 +252,7 @@ _TABLE: tuple[tuple[str, type[Metric], str, str, str], ...] = (
     ("train/router_z_loss", Mean, "", "Squared log-sum-exp of router logits, bare of its coefficient", "steady"),
     ("train/routing_replayed", Mean, "fraction", "Tokens routed to the experts that the engine chose", "near 1"),
     ("train/routing_changed", Mean, "fraction", "Replayed choices that the trainer would make otherwise", "fp32 < 1e-3, bf16 < 0.1"),
+    ("train/routing_reordered", Mean, "fraction", "Those with the engine's experts in another order of weight", "below routing_changed"),
     ("train/value_mean", Mean, "reward", "The critic's value per token", "follows return_mean"),
     ("train/return_mean", Mean, "reward", "Return per token", "rises with the reward"),
     ("train/value_clip_fraction", Mean, "fraction", "Tokens whose value was clipped", "< 0.2"),

@@ -142,9 +142,7 @@ class Trainer:
         if self._saving is not None:
             self._saving.wait_for_copies()
 
-    def _log_probs(
-        self, num_tokens: int, micro_batches: Sequence[MicroBatch], *, reference: bool = False, **distribution: Any
-    ) -> Floats:
+    def _log_probs(self, num_tokens: int, micro_batches: Sequence[MicroBatch], *, reference: bool = False, **distribution: Any) -> Floats:
         policy = dataclasses.replace(self._policy, **distribution)
         weights: AbstractContextManager[None] = nullcontext()
         if reference:

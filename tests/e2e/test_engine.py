@@ -9,7 +9,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,9 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from engine_parts import TEMPERATURE, VOCAB, load, make_engine, make_model, reference_log_probs
+from engine_parts import TEMPERATURE, VOCAB, drawn_log_probs, load, make_engine, make_model, prompts_of_many_lengths, reference_log_probs
 from maker_parts import make_maker
 from scoring import score
-from shaped_draws import draw_by_definition
 from slowed_engine import in_the_middle
 from small_run import exposures
 from tokenizers import Tokenizer
@@ -81,7 +79,6 @@ def test_nobody_is_shown_the_key_of_a_server(engine: tuple[Engine, EngineAddress
     assert exposures(engine[0].api_key, engine[0]._log_path.parent, *open_to_others) == []
 
 
-ENTROPY_AWARE = EntropyAware(thresholds=(1.5, 0.9), quadrants={"branch": Draw(temperature=1.2, top_k=5)})
 CHOSEN = ({"top_p": 0.9, "top_k": 4096}, {"top_k": 5}, {"min_p": 0.2, "top_k": 4096}, {"top_p": 0.9, "top_k": 7, "min_p": 0.1})
 
 
@@ -112,32 +109,21 @@ def test_candidates_are_those_of_which_a_token_is_drawn(ask, models) -> None:
 
 
 def test_entropy_aware_tokens_are_drawn_as_their_log_probs_say(ask, models) -> None:
-    """Beside plain requests in the same call and batch, through an abort, against a float64 loop over the model's logits."""
-    prompt, temperatures = np.array([3, 1, 4, 1, 5]), (TEMPERATURE, 1.3)
+    """Beside plain requests in the same batch."""
+    prompt, entropy = np.array([3, 1, 4, 1, 5]), EntropyAware(thresholds=(2.5, 1.9), quadrants={"branch": Draw(temperature=1.2, top_k=5)})
+    kinds = ((TEMPERATURE, entropy), (1.3, entropy), (TEMPERATURE, None))
+    samplings = [Sampling(temperature=temperature, max_tokens=40, entropy=shaped) for temperature, shaped in kinds]
 
-    async def work(client: EngineClient) -> list[Generation]:
-        samplings = [Sampling(max_tokens=32, temperature=each, entropy=ENTROPY_AWARE) for each in temperatures]
-        plain = Sampling(max_tokens=32, temperature=TEMPERATURE)
-        made = await asyncio.gather(*(client.generate(prompt, sampling=each, num_samples=6) for each in (*samplings, plain)))
-        longer = replace(samplings[0], max_tokens=400)
-        async with in_the_middle(client.generate(prompt, sampling=longer), client) as aborted:
-            await client.pause("abort")
-        await client.resume()
-        return [each for generations in (*made, await aborted) for each in generations]
+    async def work(client: EngineClient) -> list[tuple[Generation, ...]]:
+        return await asyncio.gather(*(client.generate(prompt, sampling=each, num_samples=6) for each in samplings))
 
-    generations, places = ask(work), []
-    for number, generation in enumerate(generations):
-        with torch.no_grad():
-            logits = models["first"][1](torch.tensor([[*prompt, *generation.token_ids]])).logits[0, len(prompt) - 1 : -1]
-        temperature = temperatures[1] if 6 <= number < 12 else TEMPERATURE
-        if 12 <= number < 18:
-            expected = torch.log_softmax(logits.double() / temperature, -1).numpy()
-        else:
-            drawn = [draw_by_definition(row, ENTROPY_AWARE, temperature=temperature) for row in logits.double().tolist()]
-            expected, quadrants = np.array([row for row, _ in drawn]), [name for _, name in drawn]
-            places += quadrants
-        np.testing.assert_allclose(generation.log_probs, expected[np.arange(len(expected)), generation.token_ids], atol=2e-5)
-    assert set(places) == set(QUADRANTS) and min(places.count(name) for name in QUADRANTS) >= 5, "every quadrant was drawn from"
+    places = []
+    for generations, sampling in zip(ask(work), samplings, strict=True):
+        for generation in generations:
+            expected, quadrants = drawn_log_probs(models["first"][1], [*prompt, *generation.token_ids], sampling)
+            np.testing.assert_allclose(generation.log_probs, expected[len(prompt) - 1 :], atol=2e-5)
+            places += quadrants[len(prompt) - 1 :]
+    assert min(places.count(name) for name in QUADRANTS) >= 5, "every quadrant was drawn from"
 
 
 def test_a_server_tells_its_load_and_of_its_answers(ask: Callable[..., Any]) -> None:
@@ -161,11 +147,6 @@ def test_a_server_tells_its_load_and_of_its_answers(ask: Callable[..., Any]) -> 
     assert 0 < max(load.kv_use for load in loads) < 0.1 and all(load.num_waiting >= 0 for load in loads)
     assert served["answers"] == 5 and served["prompt_tokens"] == 300 and served["retractions"] == 0
     assert 30 <= served["cached_tokens"] < 300
-
-
-def prompts_of_many_lengths() -> list[list[int]]:
-    rng = np.random.default_rng(0)
-    return [rng.integers(0, VOCAB, length).tolist() for length in (1, 2, 3, 5, 8, 9, 30, 33, 70, 120)]
 
 
 def test_log_probs_of_a_mixed_batch_agree_with_transformers(ask, models) -> None:
