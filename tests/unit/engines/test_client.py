@@ -3,8 +3,6 @@
 import asyncio
 import base64
 import gc
-import json
-import pickletools
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -13,13 +11,10 @@ import numpy as np
 import pytest
 from aiohttp import web
 from client_parts import ONE, always, answer, generate, talk
-from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
-from megatron_rl.algorithms.entropy_aware import EntropyAware
 from megatron_rl.engines import client as module
 from megatron_rl.engines.answers import MixtureShape
 from megatron_rl.engines.client import EngineClient, refusal
-from megatron_rl.engines.entropy_processor import PARAMETER, PROCESSOR, EntropyProcessor
 from megatron_rl.engines.sampling import Sampling
 from megatron_rl.errors import DeadlineError, EngineError, EngineRefusal, UserError
 from megatron_rl.types import StopReason
@@ -157,27 +152,6 @@ def test_candidates_come_with_log_probs_over_them() -> None:
     assert plain.candidates is None and plain.log_probs.tolist() == [-0.5, -0.25, -2.0]
     assert recorded.log_probs.tolist() == [0.0, -0.5, -1.0]
     assert recorded.candidates.ids.tolist() == [7, 3, 8, 9, 1, 2] and recorded.candidates.counts.tolist() == [1, 2, 3]
-
-
-def test_a_processor_is_named_for_entropy_aware_samples_alone() -> None:
-    """In one call with plain ones, whose part of it is null; a call without such samples has no word of it."""
-    shaped = Sampling(max_tokens=3, entropy=EntropyAware(thresholds=(0.5, 0.5)))
-
-    async def both(client: EngineClient) -> Any:
-        await asyncio.gather(*(client.generate(np.array([1]), sampling=sampling) for sampling in (ONE, shaped)))
-        return await client.generate(np.array([1]), sampling=ONE)
-
-    _, ((_, mixed), (_, plain)) = talk(generates, both)
-    assert mixed["custom_logit_processor"] == [None, PROCESSOR] and "custom_logit_processor" not in plain
-    assert [PARAMETER in each.get("custom_params", {}) for each in mixed["sampling_params"]] == [False, True]
-
-
-def test_the_named_processor_is_a_name_of_this_package() -> None:
-    pickled = bytes.fromhex(json.loads(PROCESSOR)["callable"])
-    assert [(code.name, argument) for code, argument, _ in pickletools.genops(pickled)] == [
-        ("GLOBAL", "megatron_rl.engines.entropy_processor EntropyProcessor"), ("STOP", None)
-    ]  # fmt: skip
-    assert CustomLogitProcessor.from_str(PROCESSOR).__class__ is EntropyProcessor
 
 
 @pytest.mark.parametrize(
