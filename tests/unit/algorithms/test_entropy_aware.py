@@ -72,6 +72,12 @@ def test_ties_at_the_last_candidate_stay() -> None:
     assert drawn(three, anywhere)[0, 3:].tolist() == [float("-inf")] * 2
 
 
+def test_no_token_is_left_out_by_rounding_alone() -> None:
+    """The sum of as many probabilities in float32 is above 1 before their end."""
+    many = torch.tensor(np.random.default_rng(0).normal(size=(4, 50_000)), dtype=torch.float32)
+    assert drawn(many, EntropyAware(thresholds=(0.0, 99.0))).isfinite().all()
+
+
 def test_a_threshold_is_high_from_itself_on() -> None:
     entropy = EntropyAware(thresholds=(0.5, 0.25))
     places = entropy.places(torch.tensor([0.5, 0.499, 0.5, 0.499]), torch.tensor([0.25, 0.25, 0.249, 0.249]))

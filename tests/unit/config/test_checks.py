@@ -224,6 +224,27 @@ def test_entropy_aware_draws_need_a_correction(settings_with: MakeSettings) -> N
         assert settings_with(word, *correction).rollout.sampling.entropy.draws[2].temperature == 1.5
 
 
+@pytest.mark.parametrize(
+    ("entropy", "parts"),
+    [
+        ("{}", ["rollout.sampling.entropy.thresholds is missing"]),
+        ("{thresholds: [0.3]}", ["rollout.sampling.entropy.thresholds.1 is missing"]),
+        (
+            "{thresholds: [0.3, -1]}",
+            ["rollout.sampling.entropy.thresholds are [0.3, -1.0], needs an entropy and a varentropy of at least 0"],
+        ),
+        ("{thresholds: [1, 1], quadrants: {explor: {}}}", ["entropy.quadrants.explor", "'branch', 'explore' or 'resample'"]),
+        ("{thresholds: [1, 1], quadrants: {explore: {top_p: 0}}}", ["quadrants.explore.top_p is 0 (integer)", "greater than 0"]),
+        ("{thresholds: [1, 1], quadrants: {explore: 3}}", ["quadrants.explore is 3 (integer)", "a section"]),
+        ("true", ["rollout.sampling.entropy is true (boolean)", "a section"]),
+    ],
+)
+def test_mistakes_in_entropy_aware_sampling_are_named(settings_with: MakeSettings, entropy: str, parts: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        settings_with(f"rollout.sampling.entropy={entropy}", *CORRECTED)
+    assert all(part in str(caught.value) for part in parts), str(caught.value)
+
+
 @pytest.mark.parametrize("loss", ["clip", "clip_cov", "cispo", "gmpo", "dppo_tv", "sapo", "vespo", "gpg", "kl_cov", "distillation"])
 def test_staleness_without_a_correction_names_three_ways(settings_with: MakeSettings, loss: str) -> None:
     with pytest.raises(UserError) as caught:
