@@ -42,6 +42,10 @@ def test_a_run_trains_on_what_was_drawn_by_entropy(task: Path, tmp_path: Path, s
     [
         pytest.param(("rollout.max_staleness=1", "run.num_steps=4"), id="asynchronous"),
         pytest.param(("runtime.colocate=true", "training.optimizer.use_distributed_optimizer=true"), id="colocated"),
+        pytest.param(
+            ("rollout.function=megatron_rl.rollout.branching:rollout", "rollout.args.leaves=3", "rollout.sampling.max_response_tokens=12"),
+            id="branching",
+        ),
         pytest.param(("training.topology={num_ranks: 2, tp: 2}", "objective.proximal=rollout", "objective.off_policy=null"), id="tp2"),
     ],
 )
