@@ -105,11 +105,21 @@ def reshaped(logits: Tensor, numbers: Sequence[Sequence[float]]) -> Tensor:
     place = _places(entropy, varentropy, *thresholds.unbind(-1))
     draws = table[:, 3:].unflatten(-1, (len(QUADRANTS), 3))
     factor, top_k, top_p = draws[torch.arange(len(z), device=z.device), place].split(1, -1)
-    cooled = z / factor
-    ordered = cooled.sort(-1, descending=True).values
-    among = (torch.arange(z.shape[-1], device=z.device) < top_k) | (top_k == 0)
+    cooled, most = z / factor, min(z.shape[-1], int(max(max(row[4::3]) for row in numbers)))
+    last = torch.full_like(factor, float("-inf"))
+    # A whole row is put in order only where nothing but a top_p bounds it.
+    for bounded, count in (((top_k > 0), most), ((top_k == 0) & (top_p < 1), z.shape[-1])):
+        rows = bounded.squeeze(-1).nonzero().squeeze(-1)
+        if len(rows):
+            ordered = cooled[rows].topk(count, sorted=True).values
+            last[rows] = _last(ordered, temperature[rows], top_k[rows], top_p[rows])
+    return torch.where(cooled >= last, cooled, float("-inf"))
+
+
+def _last(ordered: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Return the logit [T, 1] of the last candidate among falling logits `ordered` [T, K]; `top_k` 0 stands for all."""
+    among = (torch.arange(ordered.shape[-1], device=ordered.device) < top_k) | (top_k == 0)
     q = torch.softmax(ordered.masked_fill(~among, float("-inf")) / temperature, -1)
     # Rounding can bring the sum of all above 1.
     kept = among & ((q.cumsum(-1) - q <= top_p) | (top_p == 1))
-    last = ordered.masked_fill(~kept, float("inf")).amin(-1, keepdim=True)
-    return torch.where(cooled >= last, cooled, float("-inf"))
+    return ordered.masked_fill(~kept, float("inf")).amin(-1, keepdim=True)
