@@ -195,9 +195,9 @@ def server_arguments(
     """Return the fields for one server but its address: defaults, then the user's, then ours.
 
     A `colocated` server on GPUs allocates releasable memory. `max_prompt_tokens` None: requests are
-    not only prompts. One that `shapes_logits`
-    imports what a request names. Without `has_weights` the directory describes the model alone. Raises UserError
-    for a value that JSON cannot carry.
+    not only prompts. A server that `shapes_logits` imports and runs what a request names. Without
+    `has_weights` the directory describes the model alone. Raises UserError for a value that JSON
+    cannot carry.
     """
     defaults: dict[str, Any] = {"log_level": "warning"}
     if device_kind == "cpu":
@@ -215,10 +215,7 @@ def server_arguments(
     }
     if not has_weights:
         owned["load_format"] = "dummy"
-    if records_routing:
-        owned[RECORD_ROUTING] = True
-    if shapes_logits:
-        owned[LOGIT_PROCESSOR] = True
+    owned |= {name: True for name, asked in ((RECORD_ROUTING, records_routing), (LOGIT_PROCESSOR, shapes_logits)) if asked}
     if colocated and device_kind == "cuda":
         owned["enable_memory_saver"] = True
     arguments = {**defaults, **user, **owned}

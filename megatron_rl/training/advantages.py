@@ -71,7 +71,6 @@ def make_token_data(
     reference: Floats | None,
     state_values: Floats | None = None,
     teacher: Floats | None = None,
-    drawn: Floats | None = None,
     kl_reward_coef: float = 0.0,
 ) -> TokenData:
     """Return the data [T] of `shard`, with advantages by the groups of the whole batch, 0 for supervised training.
@@ -95,7 +94,6 @@ def make_token_data(
         token_keys=np.repeat(shard.rows, batch.lengths) * _TOKENS_PER_SEQUENCE + offsets,
         old_values=_own_or(batch.values, None if state_values is None else values_before(state_values), batch),
         teacher_log_probs=teacher,
-        drawn_log_probs=drawn,
         trajectory_ids=None if trajectories.single else own,
         trajectory_tokens=None if trajectories.single else trajectories.sum(shard.all_trainable_tokens)[own],
     )

@@ -287,10 +287,11 @@ class Trainer:
             state_values = self.critic.state_values(everything, num_tokens=num_tokens)
         if self._teacher is not None:
             teacher = self._teacher.log_probs(everything, num_tokens=num_tokens, temperature=self._policy.temperature)
-        return parts, make_token_data(
-            self._objective, shard, old=old, reference=reference, state_values=state_values, teacher=teacher, drawn=drawn,
+        data = make_token_data(
+            self._objective, shard, old=old, reference=reference, state_values=state_values, teacher=teacher,
             kl_reward_coef=self._steps.kl_reward_coef,
         )  # fmt: skip
+        return parts, dataclasses.replace(data, drawn_log_probs=drawn)
 
     def trained_models(self) -> dict[str, TrainedModel]:
         """Return the trained models by checkpoint name: `policy` and, for ppo, `critic`."""
