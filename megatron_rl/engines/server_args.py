@@ -195,9 +195,8 @@ def server_arguments(
     """Return the fields for one server but its address: defaults, then the user's, then ours.
 
     A `colocated` server on GPUs allocates releasable memory. `max_prompt_tokens` None: requests are
-    not only prompts. A server that `shapes_logits` imports and runs what a request names. Without
-    `has_weights` the directory describes the model alone. Raises UserError for a value that JSON
-    cannot carry.
+    not only prompts. One that `shapes_logits` runs what a request names. Without `has_weights` the
+    directory describes the model alone. Raises UserError for a value that JSON cannot carry.
     """
     defaults: dict[str, Any] = {"log_level": "warning"}
     if device_kind == "cpu":
