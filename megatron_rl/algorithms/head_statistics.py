@@ -15,7 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_rl.algorithms.entropy_aware import EntropyAware, reshaped
 from megatron_rl.algorithms.log_prob import TORCH_ROWS, CandidateColumns, RowMaths, Shard, TokenStatistics, gather_partials
+
+LEAST_LOG_PROB = -30.0
+"""Log-prob, in nats, of a token that should not have been drawn: far beyond any bound of parity, and finite in a mean."""
 
 # Logits of a chunk: enough rows for the products with the head's weight to be compute-bound at any vocabulary.
 _CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**29}
@@ -93,6 +97,33 @@ def _statistics(*inputs: Any) -> TokenStatistics:
     log_prob, entropy, varentropy, full_entropy = _Statistics.apply(*inputs)
     with_entropy = inputs[5]
     return TokenStatistics(log_prob, entropy if with_entropy else None, varentropy if with_entropy else None, full_entropy)
+
+
+@torch.no_grad()
+def drawn_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    entropy: EntropyAware,
+    temperature: float,
+    vocab_size: int,
+    group: dist.ProcessGroup | None,
+) -> Tensor:
+    """Return log-probs [N] of `targets` [N] under the distribution by which `entropy` draws at `temperature`.
+
+    `hidden` [N, H] and `weight` [V, H] are those of `head_statistics`. A target outside of its
+    candidates has LEAST_LOG_PROB. A chunk has the logits of all ranks. Collective over `group`.
+    """
+    numbers, num_ranks, found = [entropy.numbers(temperature=temperature)], 1 if group is None else dist.get_world_size(group), []
+    for part in _chunks(len(hidden), len(weight) * num_ranks, hidden.device) or [slice(0, 0)]:
+        shards = [hidden[part] @ weight.t()]
+        if group is not None:
+            own, shards = shards[0], [torch.empty_like(shards[0]) for _ in range(num_ranks)]
+            dist.all_gather(shards, own, group=group)
+        logits = reshaped(torch.cat(shards, -1)[:, :vocab_size], numbers) / temperature
+        found.append(torch.log_softmax(logits, -1).gather(1, targets[part].unsqueeze(1)).squeeze(1))
+    return torch.cat(found).clamp(min=LEAST_LOG_PROB)
 
 
 def _chunks(num_rows: int, num_columns: int, device: torch.device) -> list[slice]:

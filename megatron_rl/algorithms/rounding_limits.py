@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from megatron_rl.algorithms.entropy_aware import EntropyAware
 from megatron_rl.errors import ParityError
 
 
@@ -53,10 +54,14 @@ mean has a larger share of outliers. weights/PARITY.md has what healthy models a
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """The demand on tokens that engines sampled by weights of `version`, the trainer's: log-probs within `limits`."""
+    """The demand on tokens that engines sampled by weights of `version`, the trainer's: log-probs within `limits`.
+
+    `entropy` says what draws each token instead of the policy itself.
+    """
 
     version: int
     limits: Limits
+    entropy: EntropyAware | None = None
 
     def check(self, clipped: float, num_tokens: float, *, mean: float | None) -> None:
         """Raise ParityError for a sum `clipped` of cut-off differences of `num_tokens` tokens; all differ by `mean` nats."""

@@ -7,9 +7,9 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_rl.algorithms.objective import Advantages
+from megatron_rl.algorithms.objective import Advantages, Objective
 from megatron_rl.config.data_settings import DataSettings
-from megatron_rl.config.derived import CANDIDATES_LIMIT, MOST_CANDIDATES
+from megatron_rl.config.derived import CANDIDATES_LIMIT, MOST_CANDIDATES, leaves_tokens_out
 from megatron_rl.config.eval_sets import EvalSettings
 from megatron_rl.config.order import FirstComplete
 from megatron_rl.config.section import MAX_INTEGER
@@ -46,9 +46,10 @@ def contradictions(settings: Settings) -> list[str]:
     ]
     if not supervised:
         if rollout.max_staleness and not objective.corrects_staleness:
-            found.append(_uncorrected(f"rollout.max_staleness is {rollout.max_staleness}", objective.policy_loss.kind))
+            got, taken = f"rollout.max_staleness is {rollout.max_staleness}", "tokens of older weights count as the current ones'"
+            found.append(_uncorrected(got, objective.policy_loss.kind, taken))
         found += [*_group(data, objective.advantage), *_lengths(data, rollout.sampling, training), *_engines(rollout.sglang)]
-        found += _candidates(rollout.sampling, rollout.sglang)
+        found += [*_candidates(rollout.sampling, rollout.sglang), *_entropy_aware(rollout.sampling, objective)]
     if data.chat_template_kwargs and rollout.is_hosted:
         found.append(
             f"data.chat_template_kwargs has {', '.join(data.chat_template_kwargs)}, but {rollout.name} renders its messages by "
@@ -150,13 +151,12 @@ def _unread(rollout: RolloutSettings) -> Iterator[str]:
         yield "rollout.agent.max_processes"
 
 
-def _uncorrected(got: str, loss: str) -> str:
-    """Return the sentence for tokens of older weights in an objective that takes them for the current weights'."""
+def _uncorrected(got: str, loss: str, taken: str) -> str:
+    """Return the sentence for tokens of another distribution in an objective that takes them for the current policy's."""
     return (
-        f"{got}, but with objective.policy_loss {loss} around recomputed log-probs tokens of older weights count as the current ones'; set "
-        "objective.off_policy, such as {mode: truncate, high: 2.0}, which weighs each token, or objective.proximal to rollout, a trust "
-        "region around the rollout's own log-probs, or objective.proximal to interpolated with objective.off_policy, decoupled PPO without "
-        "a pass of its own"
+        f"{got}, but with objective.policy_loss {loss} around recomputed log-probs {taken}; set objective.off_policy, such as "
+        "{mode: truncate, high: 2.0}, which weighs each token, or objective.proximal to rollout, a trust region around the rollout's own "
+        "log-probs, or objective.proximal to interpolated with objective.off_policy, decoupled PPO without a pass of its own"
     )
 
 
@@ -294,6 +294,20 @@ def _candidates(sampling: SamplingSettings, sglang: Mapping[str, Any]) -> Iterat
         yield (
             f"rollout.sampling.min_p is {sampling.min_p}, but SGLang with rollout.sglang.enable_deterministic_inference ends at such a "
             "request, since it draws by seeds from weights that min_p leaves without a norm; use top_p or top_k, or turn it off"
+        )
+
+
+def _entropy_aware(sampling: SamplingSettings, objective: Objective) -> Iterator[str]:
+    if sampling.entropy is None:
+        return
+    taken = "tokens of another distribution count as the policy's own"
+    if not objective.corrects_staleness:
+        yield _uncorrected("rollout.sampling.entropy is set", objective.policy_loss.kind, taken)
+    if leaves_tokens_out(sampling):
+        yield (
+            f"rollout.sampling.entropy is set with top_p {sampling.top_p:g}, top_k {sampling.top_k} and min_p {sampling.min_p:g}, but "
+            "SGLang records no candidates where a logit processor shapes logits, so that log-probs would be another distribution's; "
+            "remove these, and give rollout.sampling.entropy.quadrants a top_k or top_p, or remove entropy"
         )
 
 

@@ -92,7 +92,7 @@ class EvalSettings(Section):
 
     def described(self, *, sampling: Section, reward: str | None) -> dict[str, str]:
         """Return a line for each set with all values; those of the run's `sampling` and `reward` are in parentheses."""
-        return {name: self._line(name, {**sampling.model_dump(), "reward": reward}) for name in self.sets}
+        return {name: self._line(name, {**sampling.model_dump(exclude={"entropy"}), "reward": reward}) for name in self.sets}
 
     def _line(self, name: str, run: Mapping[str, Any]) -> str:
         one = self.sets[name]

@@ -163,7 +163,7 @@ def _sentence(path: str, details: ErrorDetails) -> str:
         return "; ".join(f"{name} is missing{meaning}; set it in the file, or with {name}=VALUE" for name, meaning in described.items())
     if cause.startswith("union_tag_"):
         path = f"{path}.kind"
-    needs = _needed(path, kind)
+    needs = _needed(path, kind, details["msg"])
     names = needs.removeprefix("one of ").split(", ")
     if cause == "union_tag_not_found":
         return f"{path} is missing, needs {needs}; set {path}={names[0]}"
@@ -198,14 +198,19 @@ def _kind_of(location: tuple[int | str, ...], path: str) -> str | None:
     return kinds[-1] if kinds else None
 
 
-def _needed(path: str, kind: str | None) -> str:
-    """Return the type of the setting in words, of an item where `path` ends in the place in a list."""
+def _needed(path: str, kind: str | None, message: str) -> str:
+    """Return the type of the setting in words, of an item where `path` ends in the place in a list, else those of `message`."""
     owner, _, last = path.rpartition(".")
     name = owner if last.isdecimal() else path
     inside = _SET.match(name)
     fields = setting_fields(EvalSet) if inside else setting_fields()
     here = name.removeprefix(inside[0]) if inside else name
-    words = next((field.type for field in fields if field.path == here and field.belongs_to(kind)), "section with settings inside")
+    words = next((field.type for field in fields if field.path == here and field.belongs_to(kind)), None)
+    if words is None:
+        # Within a mapping pydantic alone knows the type.
+        _, found, should = message.partition("Input should be ")
+        described = found and path not in sections() and should != "an object"
+        return f"a value {should}" if described else "a section with settings inside"
     words = words if name == path else words.removeprefix("list of ")
     if words.startswith(("one of", "true or false")):
         return words

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from megatron_rl.algorithms.entropy_aware import EntropyAware
 from megatron_rl.algorithms.objective import Objective
 from megatron_rl.config.data_settings import DataSettings
 from megatron_rl.config.eval_sets import EvalSettings
@@ -66,6 +67,9 @@ class SamplingSettings(Section):
         None, ge=2, description="Draw from so many likeliest tokens; with top_p or min_p half of what an engine records."
     )
     min_p: float = Field(0.0, ge=0, lt=1, description="Draw from tokens with this share of the likeliest's probability.")
+    entropy: EntropyAware | None = Field(
+        None, description="Entropy-aware sampling of what is trained on, instead of the three above; the policy's own draw when not set."
+    )
     max_response_tokens: int = Field(1024, ge=1, description="Token budget of one answer of an engine.")
     stop: tuple[str, ...] = Field((), description="Strings that end a response; the tokens that complete one are kept.")
     stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = Field((), description="Tokens that end a response besides end-of-sequence.")

@@ -20,6 +20,7 @@ from pydantic_core import to_json
 
 from megatron_rl.engines.answers import EngineLoad, Generation, read_generation, read_load, read_version
 from megatron_rl.engines.engine import EngineAddress
+from megatron_rl.engines.entropy_processor import PROCESSOR
 from megatron_rl.engines.sampling import Sampling
 from megatron_rl.engines.server_args import COMPARING_LOADER
 from megatron_rl.errors import DeadlineError, EngineError, EngineRefusal, UserError
@@ -98,6 +99,7 @@ class EngineClient:
         prompt, pauses_before = token_ids.tolist(), self._num_retracting_pauses
         parameters = [sampling.request(index) for index in range(num_samples)]
         common = {"input_ids": prompt, "return_sampling_mask": sampling.records_candidates}
+        common |= {} if sampling.entropy is None else {"custom_logit_processor": PROCESSOR}
         asked = [{"rid": rid, **common, "sampling_params": each} for rid, each in zip(request_ids, parameters, strict=True)]
         try:
             answers = await (self._ask_together(asked) if sampling.max_tokens <= SHORT_RESPONSE_TOKENS else self._ask(asked))
@@ -148,7 +150,7 @@ class EngineClient:
 
     async def _ask(self, asked: Sequence[_Asked]) -> list[Any]:
         """Return the server's answers to samples, in one HTTP call."""
-        body: dict[str, Any] = {name: [each[name] for each in asked] for name in asked[0]}
+        body: dict[str, Any] = {name: [each.get(name) for each in asked] for name in dict.fromkeys(itertools.chain(*asked))}
         body |= {"return_logprob": True, "return_routed_experts": self.address.mixture is not None}
         answers = await self._call("POST", "/generate", body, timeout_s=self._request_timeout_s, attempts=MAX_ATTEMPTS)
         if not isinstance(answers, list) or len(answers) != len(asked):

@@ -4,9 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron_rl.algorithms.entropy_aware import EntropyAware
 from megatron_rl.config.derived import leaves_tokens_out
 from megatron_rl.config.eval_sets import EvalSampling
 from megatron_rl.config.settings import SamplingSettings
+from megatron_rl.engines.entropy_processor import PARAMETER
 from megatron_rl.errors import UserError
 
 LOWEST_TEMPERATURE = 1e-6  # SGLang takes the likeliest token below this, and reports log-probs at temperature 1
@@ -19,8 +21,9 @@ class Sampling:
     Candidates for a token are the `top_k` likeliest (None: all), of these the likeliest up to a
     probability of `top_p` together, and of these those with `min_p` times the probability of the
     likeliest or more. `records_candidates` asks for them with each token, and for log-probs over
-    them alone. `stop` strings and `stop_token_ids` end a response and are kept. `seed` is the first
-    sample's, and others count on from it, for a deterministic engine.
+    them alone. `entropy` instead shapes the distribution of each token, log-probs included. `stop`
+    strings and `stop_token_ids` end a response and are kept. `seed` is the first sample's, and others
+    count on from it, for a deterministic engine.
     """
 
     temperature: float = 1.0
@@ -31,6 +34,7 @@ class Sampling:
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
     records_candidates: bool = False
+    entropy: EntropyAware | None = None
     max_tokens: int
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -54,6 +58,11 @@ class Sampling:
             raise UserError(f"sampling top_k is {self.top_k}, needs a number of tokens of at least 1, or None for all")
         if self.records_candidates and self.top_k is None:
             raise UserError("sampling records candidates without top_k, which the engine needs for that; set rollout.sampling.top_k")
+        if self.entropy is not None and (self.temperature == 0 or self.top_p < 1 or self.top_k is not None or self.min_p > 0):
+            raise UserError(
+                f"sampling has entropy with temperature {self.temperature}, top_p {self.top_p}, top_k {self.top_k} and min_p {self.min_p}, "
+                "needs a temperature above 0 and none of the others, which log-probs would not show; give its quadrants a top_k or top_p"
+            )
 
     def of_sample(self, index: int) -> "Sampling":
         """Return the sampling of a request for sample `index` alone."""
@@ -75,6 +84,7 @@ class Sampling:
             "skip_special_tokens": False,
             "no_stop_trim": True,
             "sampling_seed": self.of_sample(index).seed,
+            **({} if self.entropy is None else {"custom_params": {PARAMETER: self.entropy.numbers(temperature=self.temperature)}}),
         }
 
 
@@ -83,10 +93,10 @@ def make_sampling(settings: SamplingSettings, *, eos_token_ids: Sequence[int], g
 
     Without `greedy` the candidates of each token are recorded where the settings leave tokens out.
     """
-    candidates: dict[str, Any] = {"top_p": settings.top_p, "top_k": settings.top_k, "min_p": settings.min_p}
+    drawn: dict[str, Any] = {name: getattr(settings, name) for name in ("top_p", "top_k", "min_p", "entropy")}
     return Sampling(
         temperature=0.0 if greedy else settings.temperature,
-        **({} if greedy else {**candidates, "records_candidates": leaves_tokens_out(settings)}),
+        **({} if greedy else {**drawn, "records_candidates": leaves_tokens_out(settings)}),
         max_tokens=settings.max_response_tokens,
         stop=settings.stop,
         stop_token_ids=tuple(dict.fromkeys((*settings.stop_token_ids, *eos_token_ids))),
@@ -95,6 +105,6 @@ def make_sampling(settings: SamplingSettings, *, eos_token_ids: Sequence[int], g
 
 def eval_sampling(settings: SamplingSettings, own: EvalSampling, *, eos_token_ids: Sequence[int]) -> Sampling:
     """Return the sampling of an evaluation: `own` values, and those of the `settings` where not set."""
-    values = {**settings.model_dump(), **own.model_dump(exclude_none=True)}
+    values = {**settings.model_dump(exclude={"entropy"}), **own.model_dump(exclude_none=True)}
     ends = tuple(dict.fromkeys((*values.pop("stop_token_ids"), *eos_token_ids)))
     return Sampling(max_tokens=values.pop("max_response_tokens"), stop_token_ids=ends, **values)

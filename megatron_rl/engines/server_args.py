@@ -11,6 +11,7 @@ from megatron_rl.config.messages import unknown_field
 from megatron_rl.errors import UserError
 
 RECORD_ROUTING = "enable_return_routed_experts"
+LOGIT_PROCESSOR = "enable_custom_logit_processor"
 COMPARING_LOADER = "megatron_rl.engines.received_weights.note_or_compare"
 
 _SAMPLED = "every token has to be drawn from the policy's own distribution at rollout.sampling.temperature"
@@ -33,7 +34,7 @@ OWNED = {
     "encoder_only": "engines generate",
     "is_embedding": "engines generate",
     "preferred_sampling_params": f"it adds to what rollout.sampling says, and {_SAMPLED}",
-    "enable_custom_logit_processor": _SAMPLED,
+    LOGIT_PROCESSOR: f"rollout.sampling.entropy sets it; without, {_SAMPLED}",
     "enable_watermark": _SAMPLED,
     "enable_strict_thinking": f"it forbids tokens, and {_SAMPLED}",
     "dllm_algorithm": f"a diffusion model's tokens have no log-prob of their own, and {_SAMPLED}",
@@ -186,6 +187,7 @@ def server_arguments(
     seed: int,
     needs_tokenizer: bool = False,
     records_routing: bool = False,
+    shapes_logits: bool = False,
     colocated: bool = False,
     max_prompt_tokens: int | None = None,
     has_weights: bool = True,
@@ -193,8 +195,8 @@ def server_arguments(
     """Return the fields for one server but its address: defaults, then the user's, then ours.
 
     A `colocated` server on GPUs allocates releasable memory. `max_prompt_tokens` None: requests are
-    not only prompts. Without `has_weights` the directory describes the model alone. Raises UserError
-    for a value that JSON cannot carry.
+    not only prompts. One that `shapes_logits` runs what a request names. Without `has_weights` the
+    directory describes the model alone. Raises UserError for a value that JSON cannot carry.
     """
     defaults: dict[str, Any] = {"log_level": "warning"}
     if device_kind == "cpu":
@@ -212,8 +214,7 @@ def server_arguments(
     }
     if not has_weights:
         owned["load_format"] = "dummy"
-    if records_routing:
-        owned[RECORD_ROUTING] = True
+    owned |= {name: True for name, asked in ((RECORD_ROUTING, records_routing), (LOGIT_PROCESSOR, shapes_logits)) if asked}
     if colocated and device_kind == "cuda":
         owned["enable_memory_saver"] = True
     arguments = {**defaults, **user, **owned}

@@ -17,6 +17,7 @@ _SETTINGS_FILES = (".yaml", ".yml")
 UNTRAINED = (
     *("data.train=unused", "data.source=null", "data.args={}", "data.samples_per_prompt=8", "objective={}", "training={}"),
     *("model.teacher=null", "rollout.max_staleness=0", "rollout.order={kind: in_order}", "weights={}", "run={directory: unused}"),
+    "rollout.sampling.entropy=null",
 )
 """Settings of training, which an evaluation does not read and whose contradictions are none of it."""
 

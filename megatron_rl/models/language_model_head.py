@@ -11,8 +11,8 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, copy_to_tensor_model_parallel_region
 from torch import Tensor, nn
 
-from megatron_rl.algorithms.head_statistics import head_statistics
-from megatron_rl.algorithms.log_prob import TORCH_ROWS, RowMaths
+from megatron_rl.algorithms.head_statistics import drawn_log_probs, head_statistics
+from megatron_rl.algorithms.log_prob import TORCH_ROWS, RowMaths, TokenStatistics
 from megatron_rl.system.device import chosen_row_maths
 
 
@@ -59,8 +59,9 @@ class LanguageModelHead(ColumnParallelLinear):
         """Logits [N, 1, V / tp] of `input_` [N, 1, H] and a bias of None; or the TokenStatistics [N] of `input_` [N, H].
 
         `weight` [V / tp, H] is for a tied head. `question` are `targets` [N] among the first
-        `vocab_size` tokens, `temperature`, `with_entropy` and `candidates`. Collective over the tensor
-        parallel ranks.
+        `vocab_size` tokens, `temperature`, `with_entropy` and `candidates`; or `entropy` instead of the
+        last two, for the log-probs of entropy-aware sampling alone. Collective over the tensor parallel
+        ranks.
         """
         if not question:
             return super().forward(input_, weight, runtime_gather_output)
@@ -68,6 +69,8 @@ class LanguageModelHead(ColumnParallelLinear):
         group = self.tp_group if self.tp_group.size() > 1 else None
         if group is not None:
             input_ = copy_to_tensor_model_parallel_region(input_, group=group)
+        if "entropy" in question:
+            return TokenStatistics(drawn_log_probs(input_, weight, group=group, **question), None, None)
         return head_statistics(
             input_,
             weight,

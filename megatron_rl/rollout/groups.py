@@ -13,6 +13,7 @@ import numpy as np
 from megatron_rl.config.settings import RolloutSettings
 from megatron_rl.data.batch import GREEDY_BASELINE
 from megatron_rl.data.buffer import Buffer
+from megatron_rl.engines.answers import Generation
 from megatron_rl.engines.engine_pool import EnginePool, Urgency
 from megatron_rl.engines.sampling import Sampling, make_sampling
 from megatron_rl.errors import MegatronRLError, TrajectoryError, UserError
@@ -44,21 +45,23 @@ async def single_turn(
 ) -> Samples:
     """Ask once, and train on every token of the answer: the rollout without `rollout.function`."""
     generations = await generator.generate(prompt.token_ids, sampling=sampling, num_samples=num_samples)
-    return tuple(
-        Sample(
-            group_id=prompt.id,
-            index=index,
-            prompt=prompt,
-            response_ids=generation.token_ids,
-            loss_mask=np.ones(len(generation.token_ids), np.bool_),
-            rollout_log_probs=generation.log_probs,
-            weight_versions=generation.weight_versions,
-            stop_reason=generation.stop_reason,
-            response_text=tokenizer.decode(generation.token_ids.tolist(), skip_special_tokens=True),
-            routed_experts=generation.routed_experts,
-            candidates=generation.candidates,
-        )
-        for index, generation in enumerate(generations)
+    return tuple(sample_of(generation, prompt, index=index, tokenizer=tokenizer) for index, generation in enumerate(generations))
+
+
+def sample_of(generation: Generation, prompt: Prompt, *, index: int, tokenizer: "PreTrainedTokenizerBase", shared: int = 0) -> Sample:
+    """Return the answer `generation` to `prompt` as a sample that trains on all but its first `shared` tokens."""
+    return Sample(
+        group_id=prompt.id,
+        index=index,
+        prompt=prompt,
+        response_ids=generation.token_ids,
+        loss_mask=np.arange(len(generation.token_ids)) >= shared,
+        rollout_log_probs=generation.log_probs,
+        weight_versions=generation.weight_versions,
+        stop_reason=generation.stop_reason,
+        response_text=tokenizer.decode(generation.token_ids.tolist(), skip_special_tokens=True),
+        routed_experts=generation.routed_experts,
+        candidates=generation.candidates,
     )
 
 

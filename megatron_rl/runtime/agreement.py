@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
-from megatron_rl.algorithms.rounding_limits import Limits
+from megatron_rl.algorithms.rounding_limits import Expected, Limits
 from megatron_rl.config.derived import start_deadline_s
 from megatron_rl.config.settings import Settings
 from megatron_rl.engines.client import EngineClient
@@ -45,6 +45,7 @@ class Agreement:
 
     def __init__(self, settings: Settings, *, dtype: str, manager: RolloutManager, wait: Callable[..., Any], records: RunRecords) -> None:
         self._settings, self._path, self._dtype = settings, settings.model.path, dtype
+        self._sampling, self._entropy = settings.rollout.sampling, settings.rollout.sampling.entropy
         self._manager, self._records, self._replays = manager, records, settings.training.routing_replay
         self._fixed: TrainBatch | None = None
         self.expected: tuple[int, TrainBatch, Floats] | None = None  # the trainer's log-probs of a version
@@ -57,13 +58,18 @@ class Agreement:
         """Limits on differences of log-probs at the temperature of the run's samples."""
         return self._limits()
 
-    def _limits(self, *, scoring: bool = False) -> Limits:
-        """Return limits of sampled tokens, or of `scoring` at temperature 1 with the trainer's own routing."""
+    def of_samples(self, version: int) -> Expected:
+        """Return the demand on samples of weights of `version`."""
+        lowest = 1.0 if self._entropy is None else min(1.0, *(draw.temperature for draw in self._entropy.draws))
+        return Expected(version, self._limits(temperature=self._sampling.temperature * lowest), self._entropy)
+
+    def _limits(self, *, scoring: bool = False, temperature: float | None = None) -> Limits:
+        """Return limits of tokens sampled at a `temperature`, or of `scoring` at 1 with the trainer's own routing."""
         return Limits.of(
             dtype=self._dtype,
             mixture=read_model_spec(self._path).moe is not None,
             replays=self._replays and not scoring,
-            temperature=1.0 if scoring else self._settings.rollout.sampling.temperature,
+            temperature=1.0 if scoring else temperature or self._sampling.temperature,
             median=self._settings.weights.parity_threshold,
         )
 
@@ -95,8 +101,9 @@ class Agreement:
         """Let the engines answer a few prompts, with log-probs."""
         prompts = self._manager.prompts
         with self._records.phase("parity probe"):
-            sampling = make_sampling(self._settings.rollout.sampling, eos_token_ids=[prompts.tokenizer.eos_token_id])
-            sampling = replace(sampling, seed=self._settings.run.seed)
+            sampling = make_sampling(self._sampling, eos_token_ids=[prompts.tokenizer.eos_token_id])
+            # The policy itself, whose log-probs speak for temperature and support: those of samples are compared before each step.
+            sampling = replace(sampling, seed=self._settings.run.seed, entropy=None)
             asked, pool = prompts.for_parity(PROBE_PROMPTS), self._manager.pool
             probe: SampledProbe = self._wait(sample_probe(asked, pool, sampling=sampling), name="parity probe of the engines")
             self._fixed = self._fixed or fixed_tokens(asked, context_length=pool.address.context_length)
@@ -172,8 +179,8 @@ class Agreement:
             return cause
         if samples is None:
             return "a fresh probe of every engine agrees: the difference came and went"
-        temperature = self._settings.rollout.sampling.temperature
-        kind = changed_samples(samples[0], log_probs, version=samples[1], temperature=temperature, limits=self.limits)
+        drawn, temperature = partial(log_probs, entropy=self._entropy) if self._entropy else log_probs, self._sampling.temperature
+        kind = changed_samples(samples[0], drawn, version=samples[1], temperature=temperature, limits=self.limits)
         return (
             "likeliest cause: tokens, log-probs or versions of the samples are not as engines returned them, since a fresh probe of "
             f"every engine agrees; look at {self._settings.rollout.name}; it looks like {kind}"

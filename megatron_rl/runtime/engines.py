@@ -182,6 +182,7 @@ def engine_arguments(settings: Settings, *, model: "EngineModel", device_kind: L
         seed=settings.run.seed * settings.rollout.num_engines + number,
         needs_tokenizer=settings.eval.has_stop_strings(settings.rollout.sampling) or settings.rollout.agent is not None,
         records_routing=settings.training.routing_replay,
+        shapes_logits=settings.rollout.sampling.entropy is not None,
         colocated=settings.runtime.colocate,
         max_prompt_tokens=settings.data.max_prompt_tokens if settings.rollout.is_single_turn else None,
         has_weights=model.has_weights,

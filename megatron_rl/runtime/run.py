@@ -358,7 +358,7 @@ class RolloutRun(Run):
         self._version = None
         start_s, busy_before_s = time.perf_counter(), self._manager.busy_s
         try:
-            super().train(batch, step=step, expected=expected or Expected(step, self._agreement.limits))
+            super().train(batch, step=step, expected=expected or self._agreement.of_samples(step))
         except ParityError as error:
             self._wait(self._manager.distrust(step=step), name="marking the samples")
             raise self._explained(error, version=step, batch=batch) from error

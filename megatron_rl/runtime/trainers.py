@@ -206,9 +206,9 @@ class TrainerGroup:
         """Call `function(trainer, **arguments)` in the process of each rank; return the answers in order."""
         return self._wait([worker.apply.remote(function, arguments) for worker in self.workers], name="apply")
 
-    def log_probs(self, batch: TrainBatch, *, temperature: float) -> Floats:
-        """Return log-probs [T] of the batch's tokens under the current weights."""
-        log_probs: Floats = self.call("own_log_probs", batch, temperature=temperature)[0]
+    def log_probs(self, batch: TrainBatch, **distribution: Any) -> Floats:
+        """Return log-probs [T] of the batch's tokens under the current weights, as `Trainer.own_log_probs`."""
+        log_probs: Floats = self.call("own_log_probs", batch, **distribution)[0]
         return log_probs
 
     def load(self, directory: Path, *, weights_only: bool) -> tuple[str, ...]:

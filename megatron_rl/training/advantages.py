@@ -35,7 +35,8 @@ class TokenData:
     `ref_log_probs` and `teacher_log_probs` are None without such a model. `token_keys` name a token
     within the whole batch under every layout. `trajectory_ids` [B] name each sequence's trajectory
     in the whole batch, and `trajectory_tokens` [B] count its trainable tokens over all ranks; None
-    where each sequence is a trajectory.
+    where each sequence is a trajectory. `drawn_log_probs` are the trainer's of the distribution that
+    drew the tokens, None where that is the policy.
     """
 
     rollout_log_probs: Floats | None
@@ -52,6 +53,7 @@ class TokenData:
     teacher_log_probs: Floats | None = None
     trajectory_ids: Ints | None = None
     trajectory_tokens: Ints | None = None
+    drawn_log_probs: Floats | None = None
 
 
 def needs_old_log_probs(objective: Objective, *, num_steps: int) -> bool:

@@ -80,4 +80,5 @@ def router_metrics(report: RouterReport, *, top_k: int, replays: bool) -> dict[s
     if replays:
         metrics["train/routing_replayed"] = Mean(report.replayed, float(report.load.sum()) / top_k)
         metrics["train/routing_changed"] = Mean(report.changed, report.replayed)
+        metrics["train/routing_reordered"] = Mean(report.reordered, report.replayed)
     return metrics

@@ -15,6 +15,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from megatron_rl.algorithms.entropy_aware import EntropyAware
 from megatron_rl.algorithms.log_prob import TokenStatistics
 from megatron_rl.models.build import PolicyModel, forward_selected
 from megatron_rl.models.experts.routed_tokens import RouterStep, Routing
@@ -39,7 +40,8 @@ class Policy:
     """A model as a distribution over next tokens: softmax of logits over `vocab_size` at `temperature`.
 
     Where micro-batches have records of an engine, the softmax is over its candidates, and with
-    `replays_routing` the routers take its experts.
+    `replays_routing` the routers take its experts. With `entropy` the distribution is that of
+    entropy-aware sampling, for log-probs alone.
     """
 
     chunks: Sequence[Chunk]
@@ -47,6 +49,7 @@ class Policy:
     vocab_size: int
     temperature: float
     replays_routing: bool = False
+    entropy: EntropyAware | None = None
 
     def statistics(self, micro_batch: MicroBatch, hidden: Tensor, *, with_entropy: bool) -> TokenStatistics:
         """Return statistics [N] at the micro-batch's targets from the last stage's `hidden` [N, H]. Collective over tp."""
@@ -54,8 +57,10 @@ class Policy:
         model = last if isinstance(last, PolicyModel) else last.module
         assert isinstance(model, PolicyModel), "a policy is made of PolicyModels"
         sampled: dict[str, Any] = {"temperature": self.temperature, "vocab_size": self.vocab_size}
-        sampled["candidates"] = micro_batch.candidates
-        return model.token_statistics(hidden, targets=micro_batch.targets, **sampled, with_entropy=with_entropy)
+        if self.entropy is not None:
+            return model.token_statistics(hidden, targets=micro_batch.targets, **sampled, entropy=self.entropy)
+        sampled |= {"candidates": micro_batch.candidates, "with_entropy": with_entropy}
+        return model.token_statistics(hidden, targets=micro_batch.targets, **sampled)
 
 
 def _run(

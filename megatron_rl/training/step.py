@@ -28,7 +28,7 @@ from megatron_rl.checkpoints.optimizer_shards import parts_of
 from megatron_rl.models.build import TrainedModel
 from megatron_rl.models.experts.routed_tokens import RouterStep
 from megatron_rl.models.hf_weights import expert_biases
-from megatron_rl.observe.metrics import Last, Mean, Metric, Sum
+from megatron_rl.observe.metrics import Last, Max, Mean, Metric, Sum
 from megatron_rl.system.device import to_device
 from megatron_rl.training import passes
 from megatron_rl.training.advantages import TokenData
@@ -36,6 +36,7 @@ from megatron_rl.training.collectives import gather_on_last_stage, sum_over_rank
 from megatron_rl.training.dump import dump_micro_batch
 from megatron_rl.training.expert_load import ExpertLoad
 from megatron_rl.training.micro_batch import MicroBatch
+from megatron_rl.training.sampled_tokens import CLIPPED, LARGEST, sampled_metrics
 from megatron_rl.training.topology import Place
 from megatron_rl.types import StepTotals
 
@@ -47,9 +48,6 @@ _METRIC_NAMES: Mapping[str, tuple[str, ...]] = {
     "rollout_ratio_square": ("train/off_policy_ratio_square",),
 }
 """Names of the loss's metrics in the table of metrics, where they are not train/NAME."""
-
-_CLIPPED = "log_prob_diff_clipped"
-"""The metric of the tokens that are expected to agree."""
 
 _OF_TOKENS = ("old_log_probs", "rollout_log_probs", "current_share", "ref_log_probs", "advantages", "kl_mask", "token_keys")
 """Fields of TokenData that are the loss's inputs of the same names."""
@@ -133,12 +131,12 @@ class PolicySteps:
             waiting,
             loss,
             place=policy.place,
-            measure=("entropy", "kl_per_sequence", "log_prob_diff", _CLIPPED),
+            measure=("entropy", "kl_per_sequence", "log_prob_diff", CLIPPED),
             replay=policy.replays_routing,
             router_step=load.step,
         )
         if expected is not None:
-            expected.check(*gradients.sums[_CLIPPED], mean=gradients.mean("log_prob_diff"))
+            expected.check(*gradients.sums[CLIPPED], mean=gradients.mean("log_prob_diff"))
         agreed = _agreed(policy.place, {**counts, **_coefficients(objective, coefficients), **load.metrics()})
         own = share_of_metrics(gradients.reports, policy.place, loss="loss", names=_METRIC_NAMES)
         if policy.place.reports:
@@ -198,7 +196,7 @@ class PolicySteps:
             )
             # Without predictions the share must still depend on the head, whose gradient other ranks wait for.
             share = output.loss if len(micro_batch.positions) else output.loss + current.log_prob.sum()
-            measured = {**output.metrics, **_differences(inputs, micro_batch, data, expected), **_of_candidates(micro_batch, current)}
+            measured = {**output.metrics, **sampled_metrics(inputs, micro_batch, data, expected, current=current)}
             return share, LossOutput(output.loss.detach(), measured)
 
         return objective, coefficients, loss
@@ -236,39 +234,6 @@ def loss_inputs(
         **{"old_log_probs": current, **{name: micro_batch.pick(values) for name, values in given.items()}},
         **{name: to_device(values[micro_batch.rows], current.device) for name, values in of_sequences.items()},
     )
-
-
-def _differences(
-    inputs: LossInputs, micro_batch: MicroBatch, data: TokenData, expected: Expected | None
-) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return mean |engine - trainer| log-prob of engine tokens, clipped and outliers of those `expected` to agree, and old - teacher."""
-    assert inputs.old_log_probs is not None, "loss_inputs gives them"
-    pairs = {}
-    if inputs.rollout_log_probs is not None:
-        versions = micro_batch.pick(data.weight_versions)
-        difference = (inputs.rollout_log_probs - inputs.old_log_probs).abs()
-        pairs["log_prob_diff"] = (torch.where(versions >= 0, difference, 0.0).sum(), (versions >= 0).sum())
-        if expected is not None:
-            current = versions == expected.version
-            if data.replayed is not None:
-                # Elsewhere the trainer chose the experts, beyond these limits.
-                current &= micro_batch.pick(data.replayed)
-            pairs[_CLIPPED] = (torch.where(current, difference.clamp(max=expected.limits.outlier), 0.0).sum(), current.sum())
-            pairs["log_prob_outliers"] = ((current & ~(difference <= expected.limits.outlier)).sum(), current.sum())
-    if data.teacher_log_probs is not None:
-        to_teacher = inputs.old_log_probs - micro_batch.pick(data.teacher_log_probs)
-        pairs["teacher_kl"] = (to_teacher.sum(), torch.ones_like(to_teacher).sum())
-    return pairs
-
-
-def _of_candidates(micro_batch: MicroBatch, statistics: TokenStatistics) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return the mean entropy over the vocabulary, number of candidates, and share of tokens with one candidate, where recorded."""
-    if micro_batch.candidates is None:
-        return {}
-    assert statistics.full_entropy is not None, "a step computes entropies"
-    counts, one = micro_batch.candidates.counts, torch.ones_like(micro_batch.targets)
-    sums = {"full_entropy": statistics.full_entropy, "candidates": counts, "lone_candidate": counts == 1}
-    return {name: (values.sum(), one.sum()) for name, values in sums.items()}
 
 
 def _coefficients(objective: Objective, coefficients: Coefficients) -> dict[str, Metric]:
@@ -384,10 +349,11 @@ def share_of_metrics(reports: Sequence[LossOutput], place: Place, *, loss: str, 
         return {}
     own = list(reports[0].metrics)
     rows = [[report.loss, *(value for name in own for value in report.metrics[name])] for report in reports]
-    sums = torch.stack([torch.stack([value.double() for value in row]) for row in rows]).sum(dim=0).tolist()
+    table = torch.stack([torch.stack([value.double() for value in row]) for row in rows])
+    sums, largest = table.sum(dim=0).tolist(), table.amax(dim=0).tolist()
     # The loss is the sum of all shares: one rank gives the weight, the others only their share.
     metrics: dict[str, Metric] = {f"train/{loss}": Mean(sums[0], float(place.reports_alone))}
     for index, name in enumerate(own):
         for full_name in names.get(name, (f"train/{name}",)):
-            metrics[full_name] = Mean(sums[1 + 2 * index], sums[2 + 2 * index])
+            metrics[full_name] = Max(largest[1 + 2 * index]) if name == LARGEST else Mean(sums[1 + 2 * index], sums[2 + 2 * index])
     return metrics

@@ -6,10 +6,12 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from megatron.core import parallel_state
 from torch import Tensor, distributed
 
+from megatron_rl.algorithms.entropy_aware import EntropyAware
 from megatron_rl.algorithms.objective import Objective
 from megatron_rl.algorithms.rounding_limits import Expected
 from megatron_rl.checkpoints import manifest, training_state
@@ -140,10 +142,8 @@ class Trainer:
         if self._saving is not None:
             self._saving.wait_for_copies()
 
-    def _log_probs(
-        self, num_tokens: int, micro_batches: Sequence[MicroBatch], *, reference: bool, temperature: float | None = None
-    ) -> Floats:
-        policy = self._policy if temperature is None else dataclasses.replace(self._policy, temperature=temperature)
+    def _log_probs(self, num_tokens: int, micro_batches: Sequence[MicroBatch], *, reference: bool = False, **distribution: Any) -> Floats:
+        policy = dataclasses.replace(self._policy, **distribution)
         weights: AbstractContextManager[None] = nullcontext()
         if reference:
             if self._reference is None:
@@ -166,14 +166,13 @@ class Trainer:
         Example: `dataclasses.replace(batch, old_log_probs=trainer.log_probs(batch))` before several
         steps.
         """
-        micro_batches = self._shared_micro_batches(batch)
-        return shares_of_data_parallel(self._log_probs(len(batch.tokens), micro_batches, reference=reference, temperature=temperature))
+        micro_batches, given = self._shared_micro_batches(batch), {} if temperature is None else {"temperature": temperature}
+        return shares_of_data_parallel(self._log_probs(len(batch.tokens), micro_batches, reference=reference, **given))
 
-    def own_log_probs(self, batch: TrainBatch, *, temperature: float) -> Floats:
-        """Return `log_probs` [T] of the current weights, undivided, for the parity probe."""
+    def own_log_probs(self, batch: TrainBatch, **distribution: Any) -> Floats:
+        """Return `log_probs` [T] of the current weights, undivided, for the parity probe; `distribution` as in `passes.Policy`."""
         check_fits(batch, self._spec)
-        micro_batches = self._micro_batches.of_all_tokens(batch, divided=False)
-        return self._log_probs(len(batch.tokens), micro_batches, reference=False, temperature=temperature)
+        return self._log_probs(len(batch.tokens), self._micro_batches.of_all_tokens(batch, divided=False), **distribution)
 
     def values(self, batch: TrainBatch) -> Floats:
         """Return the critic's values [T], reward units, before each token.
@@ -211,7 +210,7 @@ class Trainer:
     def train_shard(self, shard: Shard, *, expected: Expected | None = None) -> list[dict[str, Metric]]:
         """Train on this rank's `shard`; return its share of the metrics. Raises ParityError as `expected`."""
         self._let_go_of_state()
-        parts, data = self._prepare(shard)
+        parts, data = self._prepare(shard, entropy=None if expected is None else expected.entropy)
         metrics = []
         for number, (part, totals) in enumerate(zip(parts, shard.totals, strict=True)):
             known = expected if not number or data.old_log_probs is not None else None  # by the engines' weights
@@ -268,28 +267,31 @@ class Trainer:
                 "forward_backward takes all sequences of an optimizer step, whose micro-batches it makes itself)"
             )
 
-    def _prepare(self, shard: Shard) -> tuple[list[list[MicroBatch]], TokenData]:
-        """Return each step's micro-batches, and the shard's token data. UserError for a misfit."""
+    def _prepare(self, shard: Shard, *, entropy: EntropyAware | None = None) -> tuple[list[list[MicroBatch]], TokenData]:
+        """Return each step's micro-batches, and the shard's token data, drawn by `entropy` if given. UserError for a misfit."""
         check_fits(shard.batch, self._spec)
         check_batch(self._objective, shard.batch, rewards=shard.all_rewards, trajectory_ids=shard.all_trajectory_ids)
         parts = [self._micro_batches.of_parts(shard.batch, step) for step in shard.steps]
         batch, num_tokens = shard.batch, len(shard.batch.tokens)
         everything = [micro_batch for part in parts for micro_batch in part]
         # All by the models before the first step.
-        reference = old = state_values = teacher = None
+        reference = old = state_values = teacher = drawn = None
         measures = self._objective.needs_reference or self._steps.num_steps // len(parts) % (self._training.reference_interval or 1) == 0
         if batch.ref_log_probs is None and self._reference is not None and measures:
             reference = self._log_probs(num_tokens, everything, reference=True)
         if needs_old_log_probs(self._objective, num_steps=len(parts)) and batch.old_log_probs is None:
-            old = self._log_probs(num_tokens, everything, reference=False)
+            old = self._log_probs(num_tokens, everything)
+        if entropy is not None:
+            drawn = self._log_probs(num_tokens, everything, entropy=entropy)
         if self.critic is not None and batch.values is None:
             state_values = self.critic.state_values(everything, num_tokens=num_tokens)
         if self._teacher is not None:
             teacher = self._teacher.log_probs(everything, num_tokens=num_tokens, temperature=self._policy.temperature)
-        return parts, make_token_data(
+        data = make_token_data(
             self._objective, shard, old=old, reference=reference, state_values=state_values, teacher=teacher,
             kl_reward_coef=self._steps.kl_reward_coef,
         )  # fmt: skip
+        return parts, dataclasses.replace(data, drawn_log_probs=drawn)
 
     def trained_models(self) -> dict[str, TrainedModel]:
         """Return the trained models by checkpoint name: `policy` and, for ppo, `critic`."""

@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 from upstream_surface import ARGUMENTS, ROUTES, TARGETS, VARIABLES, Surface, changes, own_variables, surface
 
+from megatron_rl.algorithms.entropy_aware import EntropyAware
 from megatron_rl.engines import client as engine_client
 from megatron_rl.engines.client import EngineClient
 from megatron_rl.engines.engine import EngineAddress
@@ -59,7 +60,9 @@ OWN = {"PackedSequences": {"positions", "make_lengths", "make_plan"}}
 # Every call of the engines' client, with arguments that make it write all that it ever writes.
 IDS = np.arange(2, 5)
 MADE_CALLS: dict[str, list[dict[str, Any]]] = {
-    "generate": [{"token_ids": IDS, "sampling": Sampling(max_tokens=1)}],
+    "generate": [
+        {"token_ids": IDS, "sampling": Sampling(max_tokens=1, entropy=entropy)} for entropy in (None, EntropyAware(thresholds=(1, 1)))
+    ],
     "score": [{"sequences": [IDS]}],
     "load": [{}],
     "abort": [{"request_ids": ["a"]}],

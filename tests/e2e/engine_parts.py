@@ -5,10 +5,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from shaped_draws import draw_by_definition
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from megatron_rl.engines.client import EngineClient
 from megatron_rl.engines.engine import Engine
+from megatron_rl.engines.sampling import Sampling
 from megatron_rl.engines.server_args import server_arguments
 
 VOCAB = 64
@@ -38,10 +40,16 @@ def make_model(directory: Path, *, seed: int) -> Qwen3ForCausalLM:
     return model
 
 
-def make_engine(model: Path, log: Path, **options: Any) -> Engine:
+def make_engine(model: Path, log: Path, *, shapes_logits: bool = False, **options: Any) -> Engine:
     # At this level SGLang writes its arguments to the log.
-    arguments = server_arguments({"log_level": "info"}, model_path=model, device_kind="cpu", dtype="float32", seed=7)
+    described: dict[str, Any] = {"model_path": model, "device_kind": "cpu", "dtype": "float32", "seed": 7}
+    arguments = server_arguments({"log_level": "info"}, shapes_logits=shapes_logits, **described)
     return Engine(arguments, log_path=log, **options)
+
+
+def prompts_of_many_lengths() -> list[list[int]]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, VOCAB, length).tolist() for length in (1, 2, 3, 5, 8, 9, 30, 33, 70, 120)]
 
 
 async def load(client: EngineClient, path: Path, *, version: int) -> None:
@@ -56,3 +64,13 @@ def reference_log_probs(model: Qwen3ForCausalLM, tokens: list[int], *, temperatu
     with torch.no_grad():
         logits = model(torch.tensor([tokens])).logits[0, :-1].double() / temperature
     return torch.log_softmax(logits, -1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].numpy()
+
+
+def drawn_log_probs(model: Qwen3ForCausalLM, tokens: list[int], sampling: Sampling) -> tuple[np.ndarray, list[str]]:
+    """Log-prob of each token but the first under `sampling`, in a float64 loop over the logits of transformers, and its quadrant."""
+    if sampling.entropy is None:
+        return reference_log_probs(model, tokens, temperature=sampling.temperature), []
+    with torch.no_grad():
+        rows = model(torch.tensor([tokens])).logits[0, :-1].double().tolist()
+    drawn = [draw_by_definition(row, sampling.entropy, temperature=sampling.temperature) for row in rows]
+    return np.array([row[token] for (row, _), token in zip(drawn, tokens[1:], strict=True)]), [name for _, name in drawn]

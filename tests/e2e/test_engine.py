@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from engine_parts import TEMPERATURE, VOCAB, load, make_engine, make_model, reference_log_probs
+from engine_parts import TEMPERATURE, VOCAB, drawn_log_probs, load, make_engine, make_model, prompts_of_many_lengths, reference_log_probs
 from maker_parts import make_maker
 from scoring import score
 from slowed_engine import in_the_middle
@@ -25,6 +25,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
+from megatron_rl.algorithms.entropy_aware import QUADRANTS, Draw, EntropyAware
 from megatron_rl.config.settings import SamplingSettings
 from megatron_rl.engines.answers import EngineLoad, Generation
 from megatron_rl.engines.client import ENGINE_PARTS, EngineClient
@@ -49,7 +50,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Qw
 def engine(
     models: dict[str, tuple[Path, Qwen3ForCausalLM]], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Engine, EngineAddress]]:
-    server = make_engine(models["first"][0], tmp_path_factory.mktemp("log") / "engine.log")
+    server = make_engine(models["first"][0], tmp_path_factory.mktemp("log") / "engine.log", shapes_logits=True)
     address = server.start()
     family = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
     yield server, address
@@ -107,6 +108,24 @@ def test_candidates_are_those_of_which_a_token_is_drawn(ask, models) -> None:
         assert right > 0.95 * len(log_p) > 0
 
 
+def test_entropy_aware_tokens_are_drawn_as_their_log_probs_say(ask, models) -> None:
+    """Beside plain requests in the same batch."""
+    prompt, entropy = np.array([3, 1, 4, 1, 5]), EntropyAware(thresholds=(2.5, 1.9), quadrants={"branch": Draw(temperature=1.2, top_k=5)})
+    kinds = ((TEMPERATURE, entropy), (1.3, entropy), (TEMPERATURE, None))
+    samplings = [Sampling(temperature=temperature, max_tokens=40, entropy=shaped) for temperature, shaped in kinds]
+
+    async def work(client: EngineClient) -> list[tuple[Generation, ...]]:
+        return await asyncio.gather(*(client.generate(prompt, sampling=each, num_samples=6) for each in samplings))
+
+    places = []
+    for generations, sampling in zip(ask(work), samplings, strict=True):
+        for generation in generations:
+            expected, quadrants = drawn_log_probs(models["first"][1], [*prompt, *generation.token_ids], sampling)
+            np.testing.assert_allclose(generation.log_probs, expected[len(prompt) - 1 :], atol=2e-5)
+            places += quadrants[len(prompt) - 1 :]
+    assert min(places.count(name) for name in QUADRANTS) >= 5, "every quadrant was drawn from"
+
+
 def test_a_server_tells_its_load_and_of_its_answers(ask: Callable[..., Any]) -> None:
     async def work(client: EngineClient) -> tuple[list[EngineLoad], dict[str, int]]:
         prompt, sampling, loads = np.arange(60), Sampling(max_tokens=300), []
@@ -128,11 +147,6 @@ def test_a_server_tells_its_load_and_of_its_answers(ask: Callable[..., Any]) -> 
     assert 0 < max(load.kv_use for load in loads) < 0.1 and all(load.num_waiting >= 0 for load in loads)
     assert served["answers"] == 5 and served["prompt_tokens"] == 300 and served["retractions"] == 0
     assert 30 <= served["cached_tokens"] < 300
-
-
-def prompts_of_many_lengths() -> list[list[int]]:
-    rng = np.random.default_rng(0)
-    return [rng.integers(0, VOCAB, length).tolist() for length in (1, 2, 3, 5, 8, 9, 30, 33, 70, 120)]
 
 
 def test_log_probs_of_a_mixed_batch_agree_with_transformers(ask, models) -> None:

@@ -218,7 +218,23 @@ def test_a_run_replays_what_its_engine_chose(task: Path, tmp_path: Path, start: 
     assert len(steps) == 2
     for row in steps:
         assert row["train/routing_replayed"] > 0.8
-        assert row["train/routing_changed"] < 0.01
+        assert row["train/routing_changed"] < 0.01 and row["train/routing_reordered"] < 0.01
         assert row["train/log_prob_diff"] < 1e-4
         assert row["train/expert_load_max"] > 1
         assert row["train/aux_loss"] > 0.9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["pp: 2", "ep: 2", "tp: 2, sequence_parallel: true", "cp: 2"])
+def test_a_mixture_agrees_under_top_p_and_every_layout(task: Path, tmp_path: Path, start: Callable[..., Any], layout: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(task / "model")
+    make_model(tmp_path / "model", vocab_size=len(tokenizer))
+    tokenizer.save_pretrained(tmp_path / "model")
+    sizes = (f"model.path={tmp_path / 'model'}", "run.num_steps=2", "data.prompts_per_step=8", "rollout.sampling.max_response_tokens=12")
+    words = ("rollout.sampling.top_p=0.95", "eval={}", f"training.topology={{num_ranks: 2, {layout}}}", *sizes)
+    run = start(*rl_arguments(task, tmp_path / "run", *words))
+    assert run.wait() == 0, run.output
+    rows = [row for row in metrics(tmp_path / "run").values() if "train/log_prob_diff" in row]
+    names = ("train/log_prob_diff", "train/log_prob_diff_max", "train/log_prob_outliers", "train/candidates")
+    print(layout, [{name: row[name] for name in names} for row in rows])
+    assert len(rows) == 2 and all(row["train/log_prob_diff"] <= 1e-6 and row["train/candidates"] > 1 for row in rows)

@@ -30,7 +30,7 @@ MOE = {
 
 def test_load_is_told_of_the_worst_layer_relative_to_its_mean() -> None:
     load = torch.tensor([[4.0, 4.0, 6.0, 2.0], [0.0, 9.0, 5.0, 2.0]], dtype=torch.float64)
-    report = RouterReport(load=load, replayed=12.0, changed=3.0, balance_loss=1.5, z_loss=None)
+    report = RouterReport(load=load, replayed=12.0, changed=3.0, reordered=2.0, balance_loss=1.5, z_loss=None)
     metrics = router_metrics(report, top_k=2, replays=True)
     check_metrics(metrics)
     assert metric_values(metrics) == {
@@ -39,6 +39,7 @@ def test_load_is_told_of_the_worst_layer_relative_to_its_mean() -> None:
         "train/expert_load_max": 9 / 4,
         "train/expert_load_min": 0.0,
         "train/routing_changed": 3 / 12,
+        "train/routing_reordered": 2 / 12,
         "train/routing_replayed": 12 / 16,
     }
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-_CHANGED, _REPLAYED, _Z_LOSS, _BALANCE_LOSS = -4, -3, -2, -1
-_NUM_EXTRA = 4
+_REORDERED, _CHANGED, _REPLAYED, _Z_LOSS, _BALANCE_LOSS = -5, -4, -3, -2, -1
+_NUM_EXTRA = 5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,11 +77,12 @@ class RouterStep:
         self.balance_coef, self.z_coef = balance_coef, z_coef
         self._table = torch.zeros(num_layers, num_experts + _NUM_EXTRA, dtype=torch.float64, device=device)
 
-    def count(self, layer: int, *, load: Tensor, replayed: Tensor, changed: Tensor) -> None:
-        """Add tokens of each expert [E] in `layer`, replayed ones, and those of changed experts."""
+    def count(self, layer: int, *, load: Tensor, replayed: Tensor, changed: Tensor, reordered: Tensor) -> None:
+        """Add tokens of each expert [E] in `layer`, replayed ones, those of changed experts, and of the same in another order."""
         self._table[layer, :-_NUM_EXTRA] += load
         self._table[layer, _REPLAYED] += replayed
         self._table[layer, _CHANGED] += changed
+        self._table[layer, _REORDERED] += reordered
 
     def attach(self, probabilities: Tensor, *, layer: int, balance: Tensor | None, z_loss: Tensor | None) -> Tensor:
         """Return `probabilities` [n, E] with this rank's shares of losses in the backward."""
@@ -98,6 +99,7 @@ class RouterStep:
             load=table[:, :-_NUM_EXTRA],
             replayed=float(table[:, _REPLAYED].sum()),
             changed=float(table[:, _CHANGED].sum()),
+            reordered=float(table[:, _REORDERED].sum()),
             balance_loss=float(table[:, _BALANCE_LOSS].mean()) if self.balance_coef else None,
             z_loss=float(table[:, _Z_LOSS].mean()) if self.z_coef else None,
         )
@@ -107,13 +109,15 @@ class RouterStep:
 class RouterReport:
     """Results of all ranks' routers in one optimizer step.
 
-    `load` [L, E] tokens given to each expert. `replayed` and `changed` count (token, layer) pairs.
+    `load` [L, E] tokens given to each expert. `replayed`, `changed` and `reordered` count (token,
+    layer) pairs.
     The losses are means over layers, without their coefficients; None without a coefficient.
     """
 
     load: Tensor
     replayed: float
     changed: float
+    reordered: float
     balance_loss: float | None
     z_loss: float | None
 

@@ -75,8 +75,9 @@ class PackedRouter(TopKRouter):
             if self.enable_expert_bias:
                 self.local_tokens_per_expert += load
             nothing = load.new_zeros(())
-            replayed, changed = (nothing, nothing) if record is None else (record.used.sum(), record.changed.sum())
-            step.count(self._layer, load=load, replayed=replayed, changed=changed)
+            masks = {"replayed": record.used, "changed": record.changed, "reordered": record.reordered} if record else {}
+            counts = {name: mask.sum() for name, mask in masks.items()} or dict.fromkeys(("replayed", "changed", "reordered"), nothing)
+            step.count(self._layer, load=load, **counts)
 
     def _attach_losses(self, step: RouterStep, tokens: RoutedTokens, logits: Tensor, probabilities: Tensor) -> Tensor:
         balance = squares = None
@@ -111,7 +112,7 @@ class _Record:
         # pageable memory and blocks.
         self._experts = tokens.experts[layer]
         self.used = tokens.recorded
-        self.changed = torch.zeros_like(tokens.recorded)
+        self.changed = self.reordered = torch.zeros_like(tokens.recorded)
 
     def get_replay_topk(
         self,
@@ -125,6 +126,8 @@ class _Record:
         _, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         experts = self._experts.to(own.device, non_blocking=True).to(own.dtype)
         self.changed = self.used & (experts.sort(-1).values != own.sort(-1).values).any(-1)
+        # Both sides name experts by falling weight: the order is what a record of numbers shows of the weights.
+        self.reordered = self.used & ~self.changed & (experts != own).any(-1)
         chosen = torch.where(self.changed.unsqueeze(-1), experts, own)
         return scores.gather(1, chosen), chosen
 

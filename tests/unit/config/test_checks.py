@@ -9,6 +9,9 @@ from megatron_rl.errors import UserError
 MakeSettings = Callable[..., Settings]
 
 
+CORRECTED = ["objective.off_policy={mode: truncate, high: 2.0}"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "part"),
     [
@@ -56,6 +59,11 @@ MakeSettings = Callable[..., Settings]
         (["rollout.sglang.quantization=fp8"], "rollout.sglang.quantization is fp8, needs none"),
         (["rollout.sglang.torchao_config=int4wo-128"], "rollout.sglang.torchao_config is int4wo-128, needs none"),
         (["runtime.colocate=true", "rollout.max_staleness=2"], "set rollout.max_staleness to 0, or runtime.colocate to false"),
+        *(
+            (["rollout.sampling={entropy: {thresholds: [1, 1]}, top_p: 0.9}", *CORRECTED], part)
+            for part in ("rollout.sampling.entropy is set with top_p 0.9", "records no candidates", "or remove entropy")
+        ),
+        (["rollout.sampling={entropy: {thresholds: [1, 1]}, min_p: 0.2}", *CORRECTED], "min_p 0.2, but SGLang records no candidates"),
         (["rollout.agent={}"], "rollout.agent has neither command nor function, needs exactly one"),
         (["rollout.agent={command: [a], function: 'b:c'}"], "rollout.agent has command ['a'] and function b:c, needs exactly one"),
         (["rollout={agent: {function: 'a:b'}, environment: 'c:D'}"], "rollout.environment is c:D and rollout.agent is set, needs at most"),
@@ -199,6 +207,42 @@ def test_memory_is_shared_where_devices_are(settings_with: MakeSettings) -> None
     with pytest.raises(UserError, match=r"weights\.transport is ipc with runtime\.colocate false"):
         settings_with("weights.transport=ipc")
     assert settings_with("weights.transport=ipc", "runtime.colocate=true").weight_transport == "ipc"
+
+
+def test_entropy_aware_draws_need_a_correction(settings_with: MakeSettings) -> None:
+    word = "rollout.sampling.entropy={thresholds: [0.5, 0.5], quadrants: {explore: {temperature: 1.5}}}"
+    with pytest.raises(UserError) as caught:
+        settings_with(word)
+    parts = (
+        "rollout.sampling.entropy is set, but",
+        "objective.policy_loss clip",
+        "count as the policy's own; set objective.off_policy, such as {",
+    )
+    for part in parts:
+        assert part in str(caught.value)
+    for correction in CORRECTED, ["objective.proximal=rollout"], ["objective.policy_loss=sft"]:
+        assert settings_with(word, *correction).rollout.sampling.entropy.draws[2].temperature == 1.5
+
+
+@pytest.mark.parametrize(
+    ("entropy", "parts"),
+    [
+        ("{}", ["rollout.sampling.entropy.thresholds is missing"]),
+        ("{thresholds: [0.3]}", ["rollout.sampling.entropy.thresholds.1 is missing"]),
+        (
+            "{thresholds: [0.3, -1]}",
+            ["rollout.sampling.entropy.thresholds are [0.3, -1.0], needs an entropy and a varentropy of at least 0"],
+        ),
+        ("{thresholds: [1, 1], quadrants: {explor: {}}}", ["entropy.quadrants.explor", "'branch', 'explore' or 'resample'"]),
+        ("{thresholds: [1, 1], quadrants: {explore: {top_p: 0}}}", ["quadrants.explore.top_p is 0 (integer)", "greater than 0"]),
+        ("{thresholds: [1, 1], quadrants: {explore: 3}}", ["quadrants.explore is 3 (integer)", "a section"]),
+        ("true", ["rollout.sampling.entropy is true (boolean)", "a section"]),
+    ],
+)
+def test_mistakes_in_entropy_aware_sampling_are_named(settings_with: MakeSettings, entropy: str, parts: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        settings_with(f"rollout.sampling.entropy={entropy}", *CORRECTED)
+    assert all(part in str(caught.value) for part in parts), str(caught.value)
 
 
 @pytest.mark.parametrize("loss", ["clip", "clip_cov", "cispo", "gmpo", "dppo_tv", "sapo", "vespo", "gpg", "kl_cov", "distillation"])

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.algorithms.entropy_aware import EntropyAware
 from megatron_rl.config.eval_sets import EvalSet
 from megatron_rl.config.settings import Settings
 from megatron_rl.config.settings_reference import setting_fields
@@ -32,6 +33,11 @@ def test_own_values_win_and_others_are_the_rollouts(settings_with: Callable[...,
     request = sampling.request()
     assert [request[name] for name in ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty")] == [0.5, 2, 0.1, 1.0, 0.0]
     assert settings.eval.longest_response(settings.rollout.sampling) == 20
+    shaped = settings.rollout.sampling.model_copy(update={"entropy": EntropyAware(thresholds=(1.0, 1.0))})
+    assert eval_sampling(shaped, own, eos_token_ids=[1]) == sampling, "no evaluation draws by entropy"
+    assert settings.eval.described(sampling=shaped, reward="m:f") == settings.eval.described(
+        sampling=settings.rollout.sampling, reward="m:f"
+    )
     line = settings.eval.described(sampling=settings.rollout.sampling, reward="m:f")["a"]
     assert {"4 per prompt", "(every 10 steps)", "(temperature 0.7)", "top_k 2", "max_response_tokens 20", "(reward m:f)"} <= set(
         line.split(", ")

@@ -4,6 +4,7 @@ from typing import Any
 import pytest
 
 from megatron_rl.engines.server_args import (
+    LOGIT_PROCESSOR,
     OWNED,
     OWNED_ENVIRONMENT,
     OWNED_PREFIXES,
@@ -73,6 +74,10 @@ def make_arguments(user: dict[str, object], *, device_kind: str = "cpu", **optio
 def test_everything_that_is_sent_exists_in_the_installed_server(device_kind: str) -> None:
     assert set(make_arguments({}, device_kind=device_kind)) <= set(field_types())
     assert set(OWNED) <= set(field_types())
+
+
+def test_a_server_imports_processors_for_entropy_aware_runs_alone() -> None:
+    assert LOGIT_PROCESSOR not in make_arguments({}) and make_arguments({}, shapes_logits=True)[LOGIT_PROCESSOR] is True
 
 
 def test_the_user_overrides_defaults() -> None:

@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 from run_parts import Calls, Devices, MakeRun, Manager, Ranks
 
+from megatron_rl.algorithms.entropy_aware import Draw, EntropyAware
 from megatron_rl.algorithms.rounding_limits import Expected
 from megatron_rl.config.load import load_settings
 from megatron_rl.config.settings import ModelSettings, RewardSettings, RolloutSettings, Settings
 from megatron_rl.data.batch import batch_from_sequences
 from megatron_rl.engines.engine_pool import EnginePool
+from megatron_rl.engines.sampling import Sampling
 from megatron_rl.errors import EngineError, ParityError, UserError
 from megatron_rl.observe.metrics import Metric, Sum
 from megatron_rl.observe.sinks import METRICS_FILE, read_metrics
@@ -276,6 +278,37 @@ def test_samples_that_disagree_end_the_run_with_the_likeliest_cause(
     peer.address, peer.log_prob, peer._head = replace(peer.address, url="peer"), 0.5, "synced"
     monkeypatch.setattr(Ranks, "log_probs", lambda self, batch, *, temperature: np.full(len(batch.tokens), 0.5, np.float32))
     assert "likeliest cause on url alone (1 other engine agreed): " in cause(peer)
+
+
+def test_draws_by_entropy_are_expected_of_samples_alone(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Probes and fixed tokens are the policy's; a diagnosis looks at samples as they were drawn."""
+    entropy, asked = EntropyAware(thresholds=(0.5, 0.5), quadrants={"explore": Draw(temperature=0.5)}), list[EntropyAware | None]()
+    samples = batch_from_sequences(prompts=[[1, 2, 3]] * 4, responses=[[2, 3]] * 4, rollout_log_probs=[[-1.0, -0.5]] * 4)
+    samples, generate = replace(samples, weight_versions=np.where(samples.loss_mask, 4, -1)), Manager.generate
+
+    def log_probs(self: Ranks, batch: TrainBatch, **distribution: Any) -> Floats:
+        asked.append(distribution.get("entropy"))
+        return np.zeros(len(batch.tokens), np.float32)
+
+    def train(self: Ranks, batch: TrainBatch, *, step: int, expected: Expected | None) -> list[dict[str, Metric]]:
+        assert expected is not None and (expected.version, expected.entropy) == (4, entropy)
+        # Rounding grows with the coolest draw.
+        assert expected.limits.outlier == pytest.approx(1e-3 / 0.8 / 0.5)
+        raise ParityError("the samples disagree")
+
+    async def generated(self: Manager, token_ids: Any, *, sampling: Sampling, num_samples: int) -> Any:
+        assert sampling.entropy is None
+        return await generate(self, token_ids, sampling=sampling, num_samples=num_samples)
+
+    for owner, name, function in ((Ranks, "log_probs", log_probs), (Ranks, "train", train), (Manager, "generate", generated)):
+        monkeypatch.setattr(owner, name, function)
+    words = ("rollout.sampling.entropy={thresholds: [0.5, 0.5], quadrants: {explore: {temperature: 0.5}}}", "objective.proximal=rollout")
+    run = make_run(*words)
+    run.begin(step=0)
+    assert asked and set(asked) == {None}
+    with pytest.raises(ParityError, match="the samples disagree; likeliest cause: tokens, log-probs or versions"):
+        run.train(samples, step=4)
+    assert asked[-1] == entropy
 
 
 def test_fixed_tokens_are_compared_at_every_sync(make_run: MakeRun, tmp_path: Path) -> None:

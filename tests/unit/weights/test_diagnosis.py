@@ -134,6 +134,20 @@ def test_each_cause_is_diagnosed(edited: Callable[..., Model], limits: Limits) -
     assert diagnosed(probe_of(other), right, weights="stale").endswith(": stale")
 
 
+def test_a_router_with_other_rows_is_a_matter_of_routing(edited: Callable[..., Model]) -> None:
+    """Behind the last layer's router few tokens go to other experts, and no later one sees it."""
+    mixture = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 16, "num_experts_per_tok": 1}
+
+    def exchanged(tensors: dict[str, Tensor]) -> None:
+        gate = tensors["model.layers.1.mlp.gate.weight"]
+        gate[[2, 3]] = gate[[3, 2]]
+
+    engine, trainer = (edited(change, **mixture, moe_intermediate_size=16, norm_topk_prob=False) for change in (exchanged, None))
+    found = diagnosed(probe_of(engine), trainer, mixture=True)
+    assert "routing, since few tokens differ much" in found and "training.routing_replay takes the engine's experts" in found, found
+    assert "routing" not in diagnosed(probe_of(engine), trainer)
+
+
 @pytest.mark.parametrize("cut", [0.8, 1.0])
 def test_tokens_drawn_by_a_top_p_that_log_probs_hide(edited: Callable[..., Model], cut: float) -> None:
     """SGLang's log-probs are those of the whole vocabulary, whatever the top_p of the request."""
