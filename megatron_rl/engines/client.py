@@ -21,7 +21,7 @@ from pydantic_core import to_json
 from megatron_rl.engines.answers import EngineLoad, Generation, read_generation, read_load, read_version
 from megatron_rl.engines.engine import EngineAddress
 from megatron_rl.engines.sampling import Sampling
-from megatron_rl.engines.server_args import COMPARING_LOADER
+from megatron_rl.engines.server_args import ORDER_LOADER, WeightOrder
 from megatron_rl.errors import DeadlineError, EngineError, EngineRefusal, UserError
 from megatron_rl.system.deadlines import ENGINE_ABORT_S, ENGINE_CONTROL_S, ENGINE_LOAD_S
 from megatron_rl.types import Floats, Ints
@@ -288,16 +288,16 @@ class EngineClient:
         """
         await self._control("/update_weights_from_tensor", {"serialized_named_tensors": list(handles), **_bucket(version)})
 
-    async def check_received(self, expected: Mapping[str, int] | None, *, num_ranks: int) -> None:
-        """Let the engine's `num_ranks` ranks note checksums of what comes, then compare with `expected`.
+    async def order(self, step: WeightOrder, *, num_ranks: int, version: int | None = None, **keywords: Any) -> None:
+        """Give the engine's `num_ranks` ranks an order about the weights of an open update (`received_weights.order`).
 
-        A difference ends the server. Only within an update, before and behind all weights.
+        A difference ends the server. `version` as in `receive_bucket`.
         """
         # Imported here, because it imports torch, and the actor of an engine never does.
         from megatron_rl.engines.received_weights import order
 
-        orders = [base64.b64encode(order(expected)).decode()] * num_ranks
-        body = {"serialized_named_tensors": orders, "load_format": COMPARING_LOADER, "flush_cache": False, "selector": "target"}
+        orders = [base64.b64encode(order(step, **keywords)).decode()] * num_ranks
+        body = {"serialized_named_tensors": orders, **_bucket(version), "load_format": ORDER_LOADER, "selector": "target"}
         await self._control("/update_weights_from_tensor", body)
 
     async def load_weights(self, path: Path, *, version: int, timeout_s: float | None = None) -> None:

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -11,7 +11,9 @@ from megatron_rl.config.messages import unknown_field
 from megatron_rl.errors import UserError
 
 RECORD_ROUTING = "enable_return_routed_experts"
-COMPARING_LOADER = "megatron_rl.engines.received_weights.note_or_compare"
+ORDER_LOADER = "megatron_rl.engines.received_weights.follow"
+WeightOrder = Literal["begin", "note", "digest", "end"]
+"""Of a sync: its begin, the same with checksums of what comes, a look at what the model has, its end."""
 
 _SAMPLED = "every token has to be drawn from the policy's own distribution at rollout.sampling.temperature"
 _SEEN = "the trainer builds its model from config.json alone and would not see it"
@@ -207,7 +209,7 @@ def server_arguments(
         "dtype": dtype,
         "random_seed": seed,
         "weight_version": "0",
-        "custom_weight_loader": [*(user.get("custom_weight_loader") or ()), COMPARING_LOADER],
+        "custom_weight_loader": [*(user.get("custom_weight_loader") or ()), ORDER_LOADER],
         "skip_tokenizer_init": not needs_tokenizer,
     }
     if not has_weights:

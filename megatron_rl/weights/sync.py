@@ -83,7 +83,7 @@ class WeightSync:
     def __init__(self, make_transport: MakeTransport, *, ranks: Ranks, pool: EnginePool, timeout_s: float, check_interval: int = 0) -> None:
         self._make_transport, self._ranks, self._pool = make_transport, ranks, pool
         self._timeout_s, self._check_interval = timeout_s, check_interval
-        self._is_checked = False  # the present connection
+        self._num_checked = 0  # syncs, of the present connection
         self._connection: Connection | None = None
 
     async def connect(self) -> None:
@@ -134,7 +134,7 @@ class WeightSync:
     async def _deliver(self, connection: Connection, *, version: int, deadline: float) -> dict[str, Metric] | None:
         """Return metrics when every member serves the weights, None when one died and all ended."""
         transport, members = connection.transport, connection.membership.members
-        checked = self._check_interval > 0 and (not self._is_checked or version % self._check_interval == 0)
+        checked = self._check_interval > 0 and (self._num_checked < transport.num_first_checked or version % self._check_interval == 0)
         sending = _named(self._ranks.begin_send(version=version, checked=checked))
         expected = asyncio.ensure_future(_checksums(sending)) if checked else None
         receiving: dict[EngineClient, asyncio.Future[tuple[float, float, float]]] = {}
@@ -167,7 +167,7 @@ class WeightSync:
                 if not (self._pool.end_failed(client, wrong) and await self._pool.loses_one_of([client])):
                     raise wrong
                 return None
-        self._is_checked = self._is_checked or checked
+        self._num_checked += checked
         return _parts([rank.result() for rank in sending.values()], [engine.result() for engine in receiving.values()])
 
     def _deadline(self) -> float:
@@ -187,7 +187,7 @@ class WeightSync:
         transport = await asyncio.to_thread(self._make_transport, [client.address.url for client in membership.members])
         connecting = {"engines": transport.connect(membership.members), **_named(self._ranks.begin_open_sender(transport.plan))}
         await self._all_of(connecting, what="joining trainer and engines for weight syncs", deadline=deadline)
-        self._connection, self._is_checked = Connection(membership, transport), False
+        self._connection, self._num_checked = Connection(membership, transport), 0
         return self._connection
 
     async def _disconnect(self, deadline: float) -> None:
