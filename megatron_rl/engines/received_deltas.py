@@ -63,8 +63,9 @@ class Merge:
     def __init__(self, checksum: Callable[[Tensor], int]) -> None:
         self._checksum = checksum
         self._scratch = torch.empty(0, dtype=torch.uint8)  # all bits set but where a delta is: NaN in every dtype of floats
-        self._places: list[Tensor] = []  # [changes] of each run, in elements of its dtype from the start of the scratch
-        self._dtypes: list[torch.dtype] = []
+        self._changed: list[tuple[Tensor, Tensor]] = []
+        """Places, in elements from the start of the scratch, and values [changes] of each run."""
+        self._version = 0  # of the scratch, with the changes
 
     @torch.no_grad()
     def load(self, delta: Tensor, load: Callable[[Iterable[tuple[str, Tensor]]], Any], *, base: str | None) -> None:
@@ -74,13 +75,13 @@ class Merge:
         """
         with torch.inference_mode(False):  # only a normal tensor counts its changes
             bucket = self._unpack(delta.clone(), base)
-        version = self._scratch._version
+        self._version = self._scratch._version
         with self._merging():
             load(bucket)
-        if self._scratch._version != version:  # a loader wrote into its input
+        if self._scratch._version != self._version:  # a loader wrote into its input
             self._scratch.fill_(255)
-        for dtype, places in zip(self._dtypes, self._places, strict=True):
-            self._elements(dtype).view(_integers(dtype))[places] = -1
+        for places, values in self._changed:
+            self._elements(values.dtype).view(integers(values.dtype))[places] = -1
 
     def _elements(self, dtype: torch.dtype) -> Tensor:
         return self._scratch[: len(self._scratch) // dtype.itemsize * dtype.itemsize].view(dtype)
@@ -98,13 +99,13 @@ class Merge:
         num_bytes = sum(count * dtype.itemsize for dtype, count in runs)
         if len(self._scratch) < num_bytes:
             self._scratch = torch.full((num_bytes,), 255, dtype=torch.uint8, device=delta.device)
-        self._places, self._dtypes = [], [dtype for dtype, _ in runs]
+        self._changed = []
         read, start = _HEAD + size, 0
         for (dtype, count), num_changed in zip(runs, header["changed"], strict=True):
             places, read = _take(delta, read, torch.int32, num_changed)
             values, read = _take(delta, read, dtype, num_changed)
-            self._places.append(places.long() + start // dtype.itemsize)
-            self._elements(dtype)[self._places[-1]] = values
+            self._changed.append((places.long() + start // dtype.itemsize, values))
+            self._elements(dtype)[self._changed[-1][0]] = values
             start += count * dtype.itemsize
         tensors, start = [], 0
         for name, dtype_name, shape in bucket:
@@ -122,11 +123,16 @@ class Merge:
         def merge(target: Tensor, source: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
             if not source.is_floating_point():
                 return copy(target, source, *arguments, **keywords)
-            coordinates = self._changed_in(source) if source.shape == target.shape else None
-            if coordinates is None:
+            changed = self._changed_in(source) if source.shape == target.shape else None
+            if changed is None:
                 wanted = source.to(device=target.device, dtype=target.dtype)
                 return copy(target, torch.where(wanted.isnan(), target, wanted))
-            target[coordinates] = source[coordinates].to(device=target.device, dtype=target.dtype)
+            places, values = changed
+            if source.is_contiguous() and target.is_contiguous():
+                target.view(-1)[places] = values.to(target)
+            else:
+                coordinates, inside = coordinates_of(places, source)
+                target[coordinates] = values[inside].to(target)
             return target
 
         Tensor.copy_ = merge  # type: ignore[method-assign,assignment]
@@ -135,30 +141,44 @@ class Merge:
         finally:
             Tensor.copy_ = copy  # type: ignore[method-assign]
 
-    def _changed_in(self, source: Tensor) -> tuple[Tensor, ...] | None:
-        """Return indices of the changes in a view of the scratch, a list for each of its dimensions; None for another tensor."""
-        if source.untyped_storage().data_ptr() != self._scratch.untyped_storage().data_ptr() or source.dtype not in self._dtypes:
-            return None
-        dimensions = sorted((dim for dim in range(source.dim()) if source.shape[dim] > 1), key=source.stride, reverse=True)
-        spans = [source.shape[dim] * source.stride(dim) for dim in dimensions]
-        if not dimensions or any(source.stride(dim) < span for dim, span in zip(dimensions, [*spans[1:], 1], strict=True)):
+    def _changed_in(self, source: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return places from the start of `source`, a view of the scratch, and values [changes]; None for others, or a changed scratch."""
+        in_scratch = source.untyped_storage().data_ptr() == self._scratch.untyped_storage().data_ptr()
+        if not in_scratch or self._scratch._version != self._version or not _goes_forward(source):
             return None
         first = source.storage_offset()
-        last = first + sum((source.shape[dim] - 1) * source.stride(dim) for dim in dimensions)
-        found = []
-        for places, dtype in zip(self._places, self._dtypes, strict=True):
-            if dtype == source.dtype:
+        last = first + sum((size - 1) * stride for size, stride in zip(source.shape, source.stride(), strict=True))
+        found_places, found_values = [], []
+        for places, values in self._changed:
+            if values.dtype == source.dtype:
                 begin, end = torch.searchsorted(places, places.new_tensor([first, last + 1])).tolist()
-                found.append(places[begin:end])
-        rest = torch.cat(found) - first
-        inside = torch.ones_like(rest, dtype=torch.bool)
-        indices = [torch.zeros_like(rest)] * source.dim()
-        for dim in dimensions:
-            indices[dim] = rest // source.stride(dim)
-            rest = rest - indices[dim] * source.stride(dim)
-            inside &= indices[dim] < source.shape[dim]
-        inside &= rest == 0
-        return tuple(index[inside] for index in indices)
+                found_places.append(places[begin:end] - first)
+                found_values.append(values[begin:end])
+        return (torch.cat(found_places), torch.cat(found_values)) if found_places else None
+
+
+def _dimensions(source: Tensor) -> list[int]:
+    """Return the dimensions of more than one element, those with the largest strides first."""
+    return sorted((dim for dim in range(source.dim()) if source.shape[dim] > 1), key=source.stride, reverse=True)
+
+
+def _goes_forward(source: Tensor) -> bool:
+    """Return True for a view whose every element is at a place of its own, a dimension's elements beyond all of a smaller one's."""
+    dimensions = _dimensions(source)
+    spans = [source.shape[dim] * source.stride(dim) for dim in dimensions]
+    return all(source.stride(dim) >= span for dim, span in zip(dimensions, [*spans[1:], 1], strict=False))
+
+
+def coordinates_of(places: Tensor, source: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Return indices of `places` [n] from the start of a view `source`, a list [inside] for each dimension, and which are inside [n]."""
+    rest, inside = places, torch.ones_like(places, dtype=torch.bool)
+    indices = [torch.zeros_like(places)] * source.dim()
+    for dim in _dimensions(source):
+        indices[dim] = rest // source.stride(dim)
+        rest = rest - indices[dim] * source.stride(dim)
+        inside &= indices[dim] < source.shape[dim]
+    inside &= rest == 0
+    return tuple(index[inside] for index in indices), inside
 
 
 def _take(delta: Tensor, start: int, dtype: torch.dtype, count: int) -> tuple[Tensor, int]:
@@ -167,5 +187,6 @@ def _take(delta: Tensor, start: int, dtype: torch.dtype, count: int) -> tuple[Te
     return delta[start:end].view(dtype), end + -end % _ALIGNED
 
 
-def _integers(dtype: torch.dtype) -> torch.dtype:
+def integers(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of integers as large as numbers of `dtype`."""
     return {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]

@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
+from packaging.version import Version
 
 from megatron_rl.config.messages import unknown_field
 from megatron_rl.errors import UserError
 
+SAFE_RELEASE = "0.5.21"
+"""The first SGLang that unpickles no more than a list of names, and asks for the key where adapters are loaded from tensors."""
 RECORD_ROUTING = "enable_return_routed_experts"
 ORDER_LOADER = "megatron_rl.engines.received_weights.follow"
 WeightOrder = Literal["begin", "note", "digest", "end"]
@@ -157,6 +160,15 @@ def check_environment(environment: Mapping[str, str]) -> None:
     for name, why in OWNED_ENVIRONMENT.items():
         if name in environment:
             raise UserError(f"the environment has {name}={environment[name]}, which the engines would follow: {why}; unset it")
+
+
+def check_release(installed: str | None) -> None:
+    """Raise UserError for an installed SGLang with known holes; None, for no SGLang, passes."""
+    if installed is not None and Version(installed) < Version(SAFE_RELEASE):
+        raise UserError(
+            f"SGLang {installed} is installed, needs {SAFE_RELEASE} or later: earlier ones unpickle code that a request brings "
+            "(CVE-2026-15969); install a later one"
+        )
 
 
 def check_records_routing() -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -82,8 +82,7 @@ class BroadcastSender(WeightSender):
         weights = self._gathered(receivers=(0,), checked=checked and self._group is not None)
         try:
             if self._group is not None:
-                flats = fill_buckets(weights, self._plan.buckets)
-                for flat in flats if self._deltas is None else self._announced(flats, self._deltas, version=version, checked=checked):
+                for flat in self._flats(weights, version=version, checked=checked):
                     # On a GPU the next bucket is written after this one is sent, both being work of one stream.
                     failure = _broadcast(flat, self._group)
                     if failure is not None:
@@ -91,9 +90,12 @@ class BroadcastSender(WeightSender):
         finally:
             take_all(weights)
 
-    def _announced(self, flats: Iterable[Tensor], deltas: Deltas, *, version: int, checked: bool) -> Iterator[Tensor]:
-        """Announce each message and the end in the store; yield what is to be broadcast."""
-        for message in deltas.messages(flats, version=version, checked=checked):
+    def _flats(self, weights: Iterator[tuple[str, Tensor]], *, version: int, checked: bool) -> Iterator[Tensor]:
+        """Yield what is to be broadcast; with deltas, announce each message and the end in the store."""
+        if self._deltas is None:
+            yield from fill_buckets(weights, self._plan.buckets)
+            return
+        for message in self._deltas.messages(weights, version=version, checked=checked):
             self._announce(str(message))
             if message.bucket is not None:
                 yield message.content

@@ -20,7 +20,6 @@ from megatron_rl.weights.transport import (
     WeightSource,
     WeightSpec,
     WeightTransport,
-    fill_buckets,
     make_buckets,
     open_update,
     take_all,
@@ -73,7 +72,7 @@ class DiskSender(WeightSender):
                 with atomic_directory(self._plan.path(version), durable=False) as path:
                     place = path / FIRST
                     place.mkdir()
-                    for message in self._deltas.messages(fill_buckets(weights, self._plan.buckets), version=version, checked=checked):
+                    for message in self._deltas.messages(weights, version=version, checked=checked):
                         if message.bucket is None:
                             place = path / AGAIN
                             place.mkdir()

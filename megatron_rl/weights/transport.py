@@ -115,7 +115,7 @@ def fill_buckets(
         if allocate is not None:
             memory = None
         for spec in bucket:
-            tensor = _next_weight(source, spec)
+            tensor = next_weight(source, spec)
             if memory is None and allocate is not None:
                 memory = allocate(num_bucket_bytes(bucket), tensor.device)
             elif memory is None:
@@ -125,11 +125,17 @@ def fill_buckets(
             start = end
         assert memory is not None, "a bucket has tensors"
         yield memory[:start]
+    check_all_taken(source)
+
+
+def check_all_taken(source: Iterator[tuple[str, Tensor]]) -> None:
+    """Raise ValueError when more comes from `source`."""
     if next(source, None) is not None:
         raise ValueError("the trainer exports more tensors than the manifest promised to the engines")
 
 
-def _next_weight(source: Iterator[tuple[str, Tensor]], spec: WeightSpec) -> Tensor:
+def next_weight(source: Iterator[tuple[str, Tensor]], spec: WeightSpec) -> Tensor:
+    """Return the next tensor of `source`. Raises ValueError for another one than `spec` says."""
     name, tensor = next(source, (None, None))
     got = WeightSpec.of(name, tensor) if name is not None and tensor is not None else None
     if got != spec or tensor is None:

@@ -55,6 +55,12 @@ MakeSettings = Callable[..., Settings]
         (["rollout.sglang.pp_size=2"], "remove it, and set rollout.sglang.tp_size"),
         (["rollout.sglang.quantization=fp8"], "rollout.sglang.quantization is fp8, needs none"),
         (["rollout.sglang.torchao_config=int4wo-128"], "rollout.sglang.torchao_config is int4wo-128, needs none"),
+        (["runtime.colocate=true", "weights.delta=true"], "weights.delta is true with runtime.colocate or weights.transport ipc"),
+        (["weights.delta=true", "rollout.sglang.quantization=fp8"], "weights.delta is true with rollout.sglang.quantization fp8"),
+        (
+            ["weights.delta=true", "rollout.sglang={dp_size: 2, tp_size: 2, enable_dp_attention: true}"],
+            "weights.delta is true with rollout.sglang.dp_size 2",
+        ),
         (["runtime.colocate=true", "rollout.max_staleness=2"], "set rollout.max_staleness to 0, or runtime.colocate to false"),
         (["rollout.agent={}"], "rollout.agent has neither command nor function, needs exactly one"),
         (["rollout.agent={command: [a], function: 'b:c'}"], "rollout.agent has command ['a'] and function b:c, needs exactly one"),

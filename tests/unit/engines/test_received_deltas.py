@@ -11,8 +11,9 @@ from torch import Tensor
 
 from megatron_rl.engines.received_deltas import DELTA
 from megatron_rl.engines.received_weights import follow, noted, order
-from megatron_rl.weights.deltas import Deltas, Message, changes, holding
-from megatron_rl.weights.transport import WeightSpec, fill_buckets, make_buckets
+from megatron_rl.weights import deltas
+from megatron_rl.weights.deltas import Deltas, Message, holding, keep
+from megatron_rl.weights.transport import WeightSpec, make_buckets
 
 SHAPES = {
     "q": ("bfloat16", (6, 8)),
@@ -94,7 +95,7 @@ class Rank:
         """Give the model a version; return the announcements."""
         said, sums = [], dict[str, int]()
         tell(model, "note" if checked else "begin")
-        for message in self.deltas.messages(fill_buckets(noted(weights.items(), sums), BUCKETS), version=version, checked=checked):
+        for message in self.deltas.messages(noted(weights.items(), sums), version=version, checked=checked):
             said.append(str(message))
             if message.bucket is None:
                 tell(model, "digest")
@@ -179,15 +180,15 @@ def test_a_sender_that_broke_off_sends_everything() -> None:
     model, rank, weights = Model(), Rank(), fresh(0)
     rank.sync(model, weights, version=1)
     weights = changed(weights, seed=2, share=0.03)
-    next(rank.deltas.messages(fill_buckets(weights.items(), BUCKETS), version=2, checked=False))
+    next(rank.deltas.messages(iter(weights.items()), version=2, checked=False))
     assert rank.sync(model, weights, version=3) == [str(number) for number in range(len(BUCKETS))]
 
 
 def test_every_changed_bit_of_a_delta_is_seen() -> None:
     model, rank, weights = Model(), Rank(), fresh(0)
     rank.sync(model, weights, version=1)
-    flats = fill_buckets(changed(weights, seed=1, share=0.05).items(), BUCKETS)
-    message = next(rank.deltas.messages(flats, version=2, checked=False))
+    weights = changed(weights, seed=1, share=0.05)
+    message = next(rank.deltas.messages(iter(weights.items()), version=2, checked=False))
     assert message.is_delta
     tell(model, "begin")
     for place in itertools.chain(range(24), range(len(message.content) - 24, len(message.content))):
@@ -214,11 +215,14 @@ def test_loaders_that_keep_no_element_are_found_out() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "length"), [(torch.bfloat16, 1), (torch.bfloat16, 16), (torch.float32, 21), (torch.float16, 100)])
-def test_changes_are_those_of_a_loop(dtype: torch.dtype, length: int) -> None:
+def test_changes_are_those_of_a_loop(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, length: int) -> None:
+    monkeypatch.setattr(deltas, "_PART", 6)
     before = torch.randn(length).to(dtype)
     for places in ([], [0], [length - 1], list(range(0, length, 3)), list(range(length))):
-        after = before.clone()
+        after, kept = before.clone(), before.clone().view(torch.uint8)
         for place in places:
             after[place] = -after[place]
-        found = changes(before.view(torch.uint8), after.view(torch.uint8), itemsize=dtype.itemsize)
-        assert found.tolist() == places
+        found = keep(kept, after, most=len(places))
+        assert found is not None and found[0].tolist() == places and torch.equal(found[1], after[places])
+        assert torch.equal(kept, after.view(torch.uint8))
+        assert not places or keep(before.clone().view(torch.uint8), after, most=len(places) - 1) is None
