@@ -23,12 +23,11 @@ from typing import Any
 import psutil
 
 from megatron_rl.engines.answers import MixtureShape
-from megatron_rl.engines.server_args import check_environment, check_release
+from megatron_rl.engines.server_args import check_environment
 from megatron_rl.errors import DeadlineError, EngineDiedError, EngineError, UserError
 from megatron_rl.system.deadlines import ENGINE_READY_S, ENGINE_STOP_S, START_S
 from megatron_rl.system.leftovers import Scratch, remove_leftovers, shared_memory_of
 from megatron_rl.system.process_variables import ALLOCATOR_VARIABLES, NCCL_VARIABLES, tool_variables
-from megatron_rl.system.versions import installed_version
 
 LOG_TAIL_LINES = 25
 SCHEDULER = "sglang::scheduler"  # how names of SGLang's processes that make steps begin
@@ -163,8 +162,7 @@ class Engine:
         self._scratch.remove_all()
 
     def _environment(self) -> dict[str, str]:
-        """Return the server's variables. Raises UserError for one that changes draws or reports, and for an unsafe SGLang."""
-        check_release(installed_version("sglang"))
+        """Return the server's variables. Raises UserError for one that changes draws or reports."""
         check_environment(os.environ)
         inherited = {name: value for name, value in os.environ.items() if name not in ALLOCATOR_VARIABLES}
         # A dying scheduler must not wait a minute for GPU dumps without GPU.

@@ -142,11 +142,14 @@ class Merge:
             Tensor.copy_ = copy  # type: ignore[method-assign]
 
     def _changed_in(self, source: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return places from the start of `source`, a view of the scratch, and values [changes]; None for others, or a changed scratch."""
+        """Return places from the start of `source`, a view of the scratch, and values [changes].
+
+        None for another tensor, and in a scratch that a loader wrote into.
+        """
         in_scratch = source.untyped_storage().data_ptr() == self._scratch.untyped_storage().data_ptr()
         if not in_scratch or self._scratch._version != self._version or not _goes_forward(source):
             return None
-        first = source.storage_offset()
+        first = int(source.storage_offset())
         last = first + sum((size - 1) * stride for size, stride in zip(source.shape, source.stride(), strict=True))
         found_places, found_values = [], []
         for places, values in self._changed:
@@ -163,14 +166,17 @@ def _dimensions(source: Tensor) -> list[int]:
 
 
 def _goes_forward(source: Tensor) -> bool:
-    """Return True for a view whose every element is at a place of its own, a dimension's elements beyond all of a smaller one's."""
+    """Return True when `coordinates_of` can say the coordinates of a place in `source` [...]."""
     dimensions = _dimensions(source)
     spans = [source.shape[dim] * source.stride(dim) for dim in dimensions]
     return all(source.stride(dim) >= span for dim, span in zip(dimensions, [*spans[1:], 1], strict=False))
 
 
 def coordinates_of(places: Tensor, source: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Return indices of `places` [n] from the start of a view `source`, a list [inside] for each dimension, and which are inside [n]."""
+    """Return the coordinates of `places` [n] from the start of a view, one [inside] for each dimension.
+
+    And which places are inside [n]: rows of some columns have others between them.
+    """
     rest, inside = places, torch.ones_like(places, dtype=torch.bool)
     indices = [torch.zeros_like(places)] * source.dim()
     for dim in _dimensions(source):

@@ -10,6 +10,7 @@ from packaging.version import Version
 
 from megatron_rl.config.messages import unknown_field
 from megatron_rl.errors import UserError
+from megatron_rl.system.versions import installed_version
 
 SAFE_RELEASE = "0.5.21"
 """The first SGLang that unpickles no more than a list of names, and asks for the key where adapters are loaded from tensors."""
@@ -156,7 +157,8 @@ def check_tensor_parallel(arguments: Mapping[str, Any], config: Mapping[str, Any
 
 
 def check_environment(environment: Mapping[str, str]) -> None:
-    """Raise UserError for an environment variable of an engine that changes draws or reports."""
+    """Raise UserError for an environment variable of an engine that changes draws or reports, or an unsafe SGLang."""
+    check_release(installed_version("sglang"))
     for name, why in OWNED_ENVIRONMENT.items():
         if name in environment:
             raise UserError(f"the environment has {name}={environment[name]}, which the engines would follow: {why}; unset it")

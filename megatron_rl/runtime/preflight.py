@@ -37,13 +37,7 @@ from megatron_rl.data.row_files import data_paths, read_first_row
 from megatron_rl.data.row_source import OwnRows
 from megatron_rl.data.source import RunPrompts
 from megatron_rl.data.tokenizer import check_ends, load_tokenizer, model_type
-from megatron_rl.engines.server_args import (
-    check_environment,
-    check_records_routing,
-    check_release,
-    check_tensor_parallel,
-    validate_server_args,
-)
+from megatron_rl.engines.server_args import check_environment, check_records_routing, check_tensor_parallel, validate_server_args
 from megatron_rl.errors import UserError, counted, sized
 from megatron_rl.observe.memory import available_memory_bytes
 from megatron_rl.observe.sinks import check_installed
@@ -59,7 +53,6 @@ from megatron_rl.runtime.ray_session import check_answers
 from megatron_rl.system.device import local_device, quiet_megatron_imports
 from megatron_rl.system.files import MANIFEST
 from megatron_rl.system.process_variables import interface_names
-from megatron_rl.system.versions import installed_version
 
 with quiet_megatron_imports():
     from megatron_rl.checkpoints.manifest import changed_texts
@@ -286,7 +279,6 @@ def _check_rollout(rollout: RolloutSettings, model: Path, *, directory: Path, re
         # Seconds of imports when arguments were given, nothing when there are none.
         validate_server_args(rollout.sglang)
         check_tensor_parallel(rollout.sglang, read_config(model), origin=str(model / "config.json"))
-        check_release(installed_version("sglang"))
         check_environment(os.environ)
         if replays:
             check_records_routing()

@@ -10,7 +10,7 @@ sends everything after them: engines compare what both leave. The engines' half 
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -28,12 +28,17 @@ _PART = 2**16  # elements that are compared together
 Numbers = npt.NDArray[Any]
 
 
-DIGEST, END = "digest", "end"
+DIGEST: Literal["digest"] = "digest"
+END = "end"
+"""Announcements: of the message before all buckets for comparison, and behind the last message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """`content` [bytes] uint8 for a `bucket` by number: a delta, or the bucket. Without, what follows is sent for comparison."""
+    """`content` [bytes] uint8 for a `bucket` by number: a delta, or the bucket.
+
+    Without a bucket it says that all buckets follow, for comparison.
+    """
 
     bucket: int | None
     content: Tensor
@@ -121,7 +126,7 @@ def keep(kept: Tensor, tensor: Tensor, *, most: int) -> tuple[Tensor, Tensor] | 
 
 
 def _changes_on_the_host(before: Numbers, after: Numbers, *, most: int) -> tuple[Numbers, Numbers] | None:
-    """Return places and values as `keep`, which are then in `before`, too; part by part, as caches have room for one."""
+    """Return places and values as `keep`, part by part: caches have room for one. Write into `before`."""
     places, count = [np.empty(0, np.int64)], 0
     values = [after[:0]]
     for start in range(0, len(after), _PART):

@@ -31,7 +31,10 @@ FIRST, AGAIN = "weights", "again"
 
 @dataclass(frozen=True, slots=True)
 class DiskPlan:
-    """A rank's input for writing below `directory`, in files of at most `bucket_bytes`; deltas of `buckets`, where there are any."""
+    """A rank's input for writing below `directory`, in files of at most `bucket_bytes`.
+
+    Deltas are of `buckets`; none without. `token` names their connection.
+    """
 
     directory: Path
     bucket_bytes: int

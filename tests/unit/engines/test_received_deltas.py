@@ -16,12 +16,12 @@ from megatron_rl.weights.deltas import Deltas, Message, holding, keep
 from megatron_rl.weights.transport import WeightSpec, make_buckets
 
 SHAPES = {
+    "bias": ("bfloat16", (9,)),
     "q": ("bfloat16", (6, 8)),
     "k": ("bfloat16", (2, 8)),
     "down": ("bfloat16", (8, 12)),
-    "router": ("float32", (3, 5)),
     "head": ("bfloat16", (7, 8)),
-    "bias": ("bfloat16", (9,)),
+    "router": ("float32", (3, 5)),
     "one": ("bfloat16", (1, 1)),
     "experts": ("bfloat16", (2, 4, 6)),
 }
@@ -43,7 +43,7 @@ class Model(torch.nn.Module):
         own = dict(self.named_parameters())
         for name, tensor in list(weights):
             if name == "q":
-                own["qk"].data[:3].copy_(tensor[3:])
+                own["qk"].data[:3].copy_(torch.stack(list(tensor[3:])))
             elif name == "k":
                 own["qk"].data.narrow(0, 3, 1).copy_(tensor.narrow(0, 1, 1))
             elif name == "down":
@@ -54,6 +54,9 @@ class Model(torch.nn.Module):
             elif name == "experts":
                 for index, expert in enumerate(tensor):
                     own["experts"].data[index].copy_(expert.T)
+            elif name == "head":
+                # In the memory of the bias of the bucket before.
+                own["head"].data.copy_(tensor.float())
             elif name == "one":
                 own["one"].data.copy_(torch.cat([tensor * 2]))
             else:
