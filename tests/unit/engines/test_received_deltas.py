@@ -81,11 +81,12 @@ def fresh(seed: int) -> dict[str, Tensor]:
 
 
 def changed(weights: dict[str, Tensor], *, seed: int, share: float) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    moved = fresh(seed)
-    return {
-        name: torch.where(torch.rand(tensor.shape, generator=generator) < share, moved[name], tensor) for name, tensor in weights.items()
-    }
+    """The first element of each, and a share of all."""
+    generator, moved = torch.Generator().manual_seed(seed), fresh(seed)
+    masks = {name: torch.rand(tensor.shape, generator=generator) < share for name, tensor in weights.items()}
+    for mask in masks.values():
+        mask.view(-1)[0] = True
+    return {name: torch.where(masks[name], moved[name], tensor) for name, tensor in weights.items()}
 
 
 class Rank:
