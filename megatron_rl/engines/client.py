@@ -66,6 +66,7 @@ class EngineClient:
         self.served: Counter[str] = Counter()  # answers, their prompt_tokens, cached_tokens and retractions for want of memory
         self._num_retracting_pauses = 0
         self.is_paused = False
+        self.holds: str | None = None  # weights to which the engine takes deltas, see `received_weights.follow`
         """True from a pause on, until generation goes on."""
         self._request_timeout_s = request_timeout_s
         self._control_timeout_s = control_timeout_s
@@ -307,6 +308,7 @@ class EngineClient:
         started without weights would make weights up again.
         """
         body = {"model_path": str(path), "load_format": "auto", "flush_cache": True, "weight_version": str(version)}
+        self.holds = None
         await self._control("/update_weights_from_disk", body, timeout_s=timeout_s)
 
     async def checksums(self) -> dict[str, str]:

@@ -182,7 +182,7 @@ class BroadcastTransport(BucketTransport):
             timeout_s=surroundings.timeout_s,
             deltas=surroundings.deltas,
         )
-        self.num_first_checked = 2 if surroundings.deltas else 1
+        self.deltas = surroundings.deltas
         self._store: Store
         self._num_heard, self._last, self._num_bytes = 0, -1, 0
 

@@ -105,7 +105,7 @@ class DiskTransport(WeightTransport):
         self._num_ranks = surroundings.ranks_per_engine
         if surroundings.deltas:
             buckets = make_buckets(surroundings.manifest, max_bytes=surroundings.bucket_bytes)
-            self.plan, self.num_first_checked = replace(self.plan, buckets=buckets, token=uuid.uuid4().hex), 2
+            self.plan, self.deltas = replace(self.plan, buckets=buckets, token=uuid.uuid4().hex), True
 
     async def deliver(self, client: EngineClient, *, version: int, expected: Expected | None = None) -> None:
         """Let an engine read the directory, with deltas first these, and then what is sent for comparison."""

@@ -76,7 +76,7 @@ class WeightSync:
     engine dies for good, or one during the joining of a process group. NCCL is not tried yet: there a deadline may
     end the sync, as engines wait on their GPUs for the dead one. With disk and ipc none waits.
 
-    At the first sync of a transport and every `check_interval`-th version, engines compare checksums
+    At the first sync of a transport, with deltas also at the second, and at every `check_interval`-th version, engines compare checksums
     of all weights with the ranks' (`received_weights`) before they serve them; 0 is never.
     """
 
@@ -134,7 +134,7 @@ class WeightSync:
     async def _deliver(self, connection: Connection, *, version: int, deadline: float) -> dict[str, Metric] | None:
         """Return metrics when every member serves the weights, None when one died and all ended."""
         transport, members = connection.transport, connection.membership.members
-        checked = self._check_interval > 0 and (self._num_checked < transport.num_first_checked or version % self._check_interval == 0)
+        checked = self._check_interval > 0 and (self._num_checked <= transport.deltas or version % self._check_interval == 0)
         sending = _named(self._ranks.begin_send(version=version, checked=checked))
         expected = asyncio.ensure_future(_checksums(sending)) if checked else None
         receiving: dict[EngineClient, asyncio.Future[tuple[float, float, float]]] = {}
@@ -176,7 +176,10 @@ class WeightSync:
     async def _connect(self, deadline: float) -> Connection:
         """Return the connection to the present members, a new one where they have changed."""
         if self._connection is not None and self._connection.membership.epoch == self._pool.membership.epoch:
-            return self._connection
+            members = self._connection.membership.members
+            # One with weights from elsewhere takes no deltas, and gets all over a new connection.
+            if not (self._connection.transport.deltas and self._num_checked and any(client.holds is None for client in members)):
+                return self._connection
         await self._disconnect(deadline)
         while self._pool.is_empty_for_now and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(RETURN_POLL_S)

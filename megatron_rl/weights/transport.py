@@ -219,6 +219,7 @@ async def open_update(
     After it the engine takes deltas to the weights that it `holds`, and serves `version`. The update
     ends in every case, because an engine refuses a second update during the first.
     """
+    client.holds = None
     await client.begin_weight_update()
     try:
         if expected is not None or holds is not None:
@@ -227,6 +228,7 @@ async def open_update(
         if expected is not None or holds is not None:
             sums = None if expected is None else await expected
             await client.order("end", num_ranks=num_ranks, expected=sums, holds=holds, version=version)
+            client.holds = holds
     except EngineError:
         with suppress(EngineError):  # it is dead
             await client.end_weight_update()
@@ -251,12 +253,13 @@ class SenderPlan(Protocol):
 class WeightTransport:
     """The engines' end: the driver's requests to a fixed number of engines, with the `plan` of every rank's end.
 
-    With `sends_first` engines read after all sending, else both happen at once.
+    With `sends_first` engines read after all sending, else both happen at once. With `deltas`
+    syncs after the first send changes of what each engine `holds`.
     """
 
     plan: SenderPlan
     sends_first = False
-    num_first_checked = 1  # first syncs that compare checksums
+    deltas = False
 
     async def connect(self, clients: Sequence[EngineClient]) -> None:
         """Connect every engine, once, before the first sync."""

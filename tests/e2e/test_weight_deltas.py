@@ -61,9 +61,9 @@ def test_deltas_leave_what_all_weights_leave(tiny_model: Callable[..., Path], tm
         async with EngineClient(address, request_timeout_s=60, control_timeout_s=60) as client:
 
             def opened(transport: str, *, deltas: bool) -> WeightSync:
-                made = TRANSPORTS[transport](replace(surroundings, deltas=deltas))
+                given = replace(surroundings, deltas=deltas)
                 ranks, pool = OneRank(trainer), EnginePool([client], max_requests=8)
-                return WeightSync(lambda urls: made, ranks=ranks, pool=pool, timeout_s=60, check_interval=10)
+                return WeightSync(lambda urls: TRANSPORTS[transport](given), ranks=ranks, pool=pool, timeout_s=60, check_interval=10)
 
             async def num_bytes(sync: WeightSync) -> float:
                 nonlocal version
@@ -90,6 +90,10 @@ def test_deltas_leave_what_all_weights_leave(tiny_model: Callable[..., Path], tm
             sync = opened("broadcast", deltas=True)
             await num_bytes(sync)
             await client.load_weights(served, version=0)
+            assert await num_bytes(sync) == total, "over a new connection"
+            # As if what the engine had read by itself were not known.
+            await client.load_weights(served, version=0)
+            client.holds = "unknown"
             with pytest.raises(EngineError, match=r"a delta is to the weights .*, and this engine has None; it needs all weights"):
                 await num_bytes(sync)
 
