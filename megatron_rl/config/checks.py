@@ -377,6 +377,17 @@ def _colocation(weights: WeightSettings, runtime: RuntimeSettings, rollout: Roll
             "weights.transport is ipc with runtime.colocate false, but memory is shared by a Megatron rank and an engine on the same GPU; "
             "set runtime.colocate to true, or weights.transport to broadcast"
         )
+    if weights.delta and (runtime.colocate or weights.transport == "ipc"):
+        yield (
+            "weights.delta is true with runtime.colocate or weights.transport ipc, but engines that share the trainer's GPUs put their "
+            "weights away, and nothing is left that a delta could be added to; set weights.delta to false"
+        )
+    for name in ("quantization", "dp_size"):
+        if weights.delta and (given := rollout.sglang.get(name)) not in (None, 1):
+            yield (
+                f"weights.delta is true with rollout.sglang.{name} {given}, but a delta is added to weights as the trainer has them, on an "
+                "engine of one data-parallel rank; set weights.delta to false"
+            )
     if runtime.colocate and staleness and not rollout.order.partial:
         yield (
             f"runtime.colocate is true with rollout.max_staleness {staleness}, but engines that share the trainer's GPUs cannot generate "

@@ -267,6 +267,11 @@ class WeightSettings(Section):
         description="broadcast sends tensors through a process group (gloo on CPU, NCCL on GPU), disk writes and reads files, ipc shares "
         "the memory of the GPUs of runtime.colocate, or of the host on CPU. Not set: ipc with runtime.colocate, else broadcast.",
     )
+    delta: bool = Field(
+        False,
+        description="With broadcast or disk, send elements that changed since the last sync where they are few, and all weights at the "
+        "first, the second and every 10th sync. Rank 0 then keeps a copy of the weights in host memory.",
+    )
     parity_threshold: float | None = Field(
         None,
         gt=0,

@@ -22,7 +22,7 @@ from megatron_rl.engines.answers import EngineLoad, Generation, read_generation,
 from megatron_rl.engines.engine import EngineAddress
 from megatron_rl.engines.entropy_processor import PROCESSOR
 from megatron_rl.engines.sampling import Sampling
-from megatron_rl.engines.server_args import COMPARING_LOADER
+from megatron_rl.engines.server_args import ORDER_LOADER, WeightOrder
 from megatron_rl.errors import DeadlineError, EngineError, EngineRefusal, UserError
 from megatron_rl.system.deadlines import ENGINE_ABORT_S, ENGINE_CONTROL_S, ENGINE_LOAD_S
 from megatron_rl.types import Floats, Ints
@@ -68,6 +68,7 @@ class EngineClient:
         """True from a pause on, until generation goes on."""
         self.pending, self.num_ended = Counter[bool](), 0
         """Control calls in progress, by whether they are `joint` with others, such as ranks, and how many have ended."""
+        self.holds: str | None = None  # weights to which the engine takes deltas, see `received_weights.follow`
         self._request_timeout_s = request_timeout_s
         self._control_timeout_s = control_timeout_s
         # A pool for calls with several attempts, and a connection each for others.
@@ -290,16 +291,16 @@ class EngineClient:
         """
         await self._control("/update_weights_from_tensor", {"serialized_named_tensors": list(handles), **_bucket(version)})
 
-    async def check_received(self, expected: Mapping[str, int] | None, *, num_ranks: int) -> None:
-        """Let the engine's `num_ranks` ranks note checksums of what comes, then compare with `expected`.
+    async def order(self, step: WeightOrder, *, num_ranks: int, version: int | None = None, **keywords: Any) -> None:
+        """Give the engine's `num_ranks` ranks an order about the weights of an open update (`received_weights.order`).
 
-        A difference ends the server. Only within an update, before and behind all weights.
+        A difference ends the server. `version` as in `receive_bucket`.
         """
         # Imported here, because it imports torch, and the actor of an engine never does.
         from megatron_rl.engines.received_weights import order
 
-        orders = [base64.b64encode(order(expected)).decode()] * num_ranks
-        body = {"serialized_named_tensors": orders, "load_format": COMPARING_LOADER, "flush_cache": False, "selector": "target"}
+        orders = [base64.b64encode(order(step, **keywords)).decode()] * num_ranks
+        body = {"serialized_named_tensors": orders, **_bucket(version), "load_format": ORDER_LOADER, "selector": "target"}
         await self._control("/update_weights_from_tensor", body)
 
     async def load_weights(self, path: Path, *, version: int, timeout_s: float | None = None) -> None:
@@ -309,6 +310,7 @@ class EngineClient:
         started without weights would make weights up again.
         """
         body = {"model_path": str(path), "load_format": "auto", "flush_cache": True, "weight_version": str(version)}
+        self.holds = None
         await self._control("/update_weights_from_disk", body, timeout_s=timeout_s, joint=True)
 
     async def checksums(self) -> dict[str, str]:

@@ -3,16 +3,22 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
+from packaging.version import Version
 
 from megatron_rl.config.messages import unknown_field
 from megatron_rl.errors import UserError
+from megatron_rl.system.versions import installed_version
 
+SAFE_RELEASE = "0.5.21"
+"""The first SGLang that unpickles no more than a list of names, and asks for the key where adapters are loaded from tensors."""
 RECORD_ROUTING = "enable_return_routed_experts"
 LOGIT_PROCESSOR = "enable_custom_logit_processor"
-COMPARING_LOADER = "megatron_rl.engines.received_weights.note_or_compare"
+ORDER_LOADER = "megatron_rl.engines.received_weights.follow"
+WeightOrder = Literal["begin", "note", "digest", "end"]
+"""Of a sync: its begin, the same with checksums of what comes, a look at what the model has, its end."""
 
 _SAMPLED = "every token has to be drawn from the policy's own distribution at rollout.sampling.temperature"
 _SEEN = "the trainer builds its model from config.json alone and would not see it"
@@ -152,10 +158,20 @@ def check_tensor_parallel(arguments: Mapping[str, Any], config: Mapping[str, Any
 
 
 def check_environment(environment: Mapping[str, str]) -> None:
-    """Raise UserError for an environment variable of an engine that changes draws or reports."""
+    """Raise UserError for an environment variable of an engine that changes draws or reports, or an unsafe SGLang."""
+    check_release(installed_version("sglang"))
     for name, why in OWNED_ENVIRONMENT.items():
         if name in environment:
             raise UserError(f"the environment has {name}={environment[name]}, which the engines would follow: {why}; unset it")
+
+
+def check_release(installed: str | None) -> None:
+    """Raise UserError for an installed SGLang with known holes; None, for no SGLang, passes."""
+    if installed is not None and Version(installed) < Version(SAFE_RELEASE):
+        raise UserError(
+            f"SGLang {installed} is installed, needs {SAFE_RELEASE} or later: earlier ones unpickle code that a request brings "
+            "(CVE-2026-15969); install a later one"
+        )
 
 
 def check_records_routing() -> None:
@@ -209,7 +225,7 @@ def server_arguments(
         "dtype": dtype,
         "random_seed": seed,
         "weight_version": "0",
-        "custom_weight_loader": [*(user.get("custom_weight_loader") or ()), COMPARING_LOADER],
+        "custom_weight_loader": [*(user.get("custom_weight_loader") or ()), ORDER_LOADER],
         "skip_tokenizer_init": not needs_tokenizer,
     }
     if not has_weights:

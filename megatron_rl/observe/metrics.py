@@ -291,7 +291,7 @@ _TABLE: tuple[tuple[str, type[Metric], str, str, str], ...] = (
     ("time/sync_resume", Sum, "s", "Seconds until all engines went on", "near 0"),
     ("time/*", Sum, "s", "Seconds in one phase of the step", "the longest but time/rollout is the bottleneck"),
     ("weights/version", Last, "version", "Weights that the engines serve", "rises by one per step"),
-    ("weights/bytes", Sum, "bytes", "Bytes sent in a weight sync", "the model's size"),
+    ("weights/bytes", Sum, "bytes", "Bytes sent in a weight sync", "the model's size; less with weights.delta"),
     ("weights/parity_median", Last, "nats", "Median |engine - trainer| log-prob of sampled tokens", "below weights.parity_threshold"),
     ("weights/parity_mean", Last, "nats", "Mean of the same", "a few medians; float32: below the threshold"),
     ("weights/parity_outliers", Last, "fraction", "Share of tokens far above the median that is allowed", "few"),

@@ -137,6 +137,8 @@ def _assemble(settings: Settings, spec: ModelSpec, job: Job, answer: Answer, att
     # Main memory of the fullest node.
     per_node = min(runtime.cluster.gpus_per_node or gpu.per_node, gpu.per_node)
     on_ranks = max(stage.host for stage in stages) * min(per_node, topology.num_ranks)
+    if settings.weights.delta:
+        on_ranks += sum(tensor.num_bytes for tensor in exported_specs(spec, dtype=dtype_name(job.model, device_kind="cuda")))
     if not settings.supervised:
         engine = plan_engine(settings.rollout, spec, gpu, longest=job.longest, shared_with=CONTEXT_BYTES if colocated else 0)
         engine_gpus = 0 if colocated else engine.num_engines * engine.num_gpus

@@ -161,6 +161,8 @@ class Agreement:
 
         def weights(urls: Sequence[str]) -> str | None:
             before = asking(weight_checksums(pool))
+            for client in pool.membership.members:
+                client.holds = None  # a delta would leave what is stale
             publish()
             after = asking(weight_checksums(pool))
             found = (weights_apart(before[url], after[url], tied=spec.tie_embeddings) for url in urls if url in before and url in after)

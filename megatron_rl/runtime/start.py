@@ -268,5 +268,6 @@ def make_transport(
         ranks_per_engine=settings.rollout.ranks_per_engine,
         timeout_s=sync_deadline_s(settings.model),
         ranks_beside={address.url: placement.ranks_beside(number) for number, address in enumerate(colocated) if address.url in urls},
+        deltas=settings.weights.delta,
     )
     return TRANSPORTS[settings.weight_transport](surroundings)

@@ -43,12 +43,12 @@ from megatron_rl.weights.transport import (
     WeightSender,
     WeightSource,
     WeightSpec,
+    awaited,
     fill_buckets,
     num_bucket_bytes,
     take_all,
 )
 
-POLL_S = 0.002
 GIVEN_UP = b"given up"
 """What the store says of a bucket that an engine has not taken and will not."""
 _DEVICE_ARGUMENT = 6
@@ -324,10 +324,8 @@ class IpcTransport(BucketTransport):
                     self._store.set(seat.taken(version, number), GIVEN_UP.decode())
 
     async def _offered(self, key: str) -> str:
-        """The handle under `key`, waited for without a deadline: the sync has one."""
-        while not self._store.check([key]):
-            await asyncio.sleep(POLL_S)
-        handle = self._store.get(key).decode()
+        """Return the handle under `key`."""
+        handle = await awaited(self._store, key)
         self._store.delete_key(key)
         return handle
 

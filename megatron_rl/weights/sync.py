@@ -81,14 +81,14 @@ class WeightSync:
     engine dies for good, or one during the joining of a process group. NCCL is not tried yet: there a deadline may
     end the sync, as engines wait on their GPUs for the dead one. With disk and ipc none waits.
 
-    At the first sync of a transport and every `check_interval`-th version, engines compare checksums
+    At the first sync of a transport, with deltas also at the second, and at every `check_interval`-th version, engines compare checksums
     of all weights with the ranks' (`received_weights`) before they serve them; 0 is never.
     """
 
     def __init__(self, make_transport: MakeTransport, *, ranks: Ranks, pool: EnginePool, timeout_s: float, check_interval: int = 0) -> None:
         self._make_transport, self._ranks, self._pool = make_transport, ranks, pool
         self._timeout_s, self._check_interval = timeout_s, check_interval
-        self._is_checked = False  # the present connection
+        self._num_checked = 0  # syncs, of the present connection
         self._connection: Connection | None = None
 
     async def connect(self) -> None:
@@ -139,7 +139,7 @@ class WeightSync:
     async def _deliver(self, connection: Connection, *, version: int, deadline: float) -> dict[str, Metric] | None:
         """Return metrics when every member serves the weights, None when one died and all ended."""
         transport, members = connection.transport, connection.membership.members
-        checked = self._check_interval > 0 and (not self._is_checked or version % self._check_interval == 0)
+        checked = self._check_interval > 0 and (self._num_checked <= transport.deltas or version % self._check_interval == 0)
         sending = _named(self._ranks.begin_send(version=version, checked=checked))
         expected = asyncio.ensure_future(_checksums(sending)) if checked else None
         receiving: dict[EngineClient, asyncio.Future[tuple[float, float, float]]] = {}
@@ -175,7 +175,7 @@ class WeightSync:
                 if not (self._pool.end_failed(client, wrong) and await self._pool.loses_one_of([client])):
                     raise wrong
                 return None
-        self._is_checked = self._is_checked or checked
+        self._num_checked += checked
         return _parts([rank.result() for rank in sending.values()], [engine.result() for engine in receiving.values()])
 
     async def _has_lost_a_rank(self, members: Sequence[EngineClient]) -> bool:
@@ -193,7 +193,10 @@ class WeightSync:
     async def _connect(self, deadline: float) -> Connection:
         """Return the connection to the present members, a new one where they have changed."""
         if self._connection is not None and self._connection.membership.epoch == self._pool.membership.epoch:
-            return self._connection
+            members = self._connection.membership.members
+            # One with weights from elsewhere takes no deltas, and gets all over a new connection.
+            if not (self._connection.transport.deltas and self._num_checked and any(client.holds is None for client in members)):
+                return self._connection
         await self._disconnect(deadline)
         while self._pool.is_empty_for_now and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(RETURN_POLL_S)
@@ -204,7 +207,7 @@ class WeightSync:
         transport = await asyncio.to_thread(self._make_transport, [client.address.url for client in membership.members])
         connecting = {"engines": transport.connect(membership.members), **_named(self._ranks.begin_open_sender(transport.plan))}
         await self._all_of(connecting, what="joining trainer and engines for weight syncs", deadline=deadline)
-        self._connection, self._is_checked = Connection(membership, transport), False
+        self._connection, self._num_checked = Connection(membership, transport), 0
         return self._connection
 
     async def _disconnect(self, deadline: float) -> None:

@@ -4,6 +4,7 @@ A sync moves few large buckets instead of many small tensors. Trainer and engine
 first byte moves: names, dtypes and shapes follow from the manifest.
 """
 
+import asyncio
 import collections
 import itertools
 import math
@@ -17,6 +18,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed import Store
 
 from megatron_rl.engines.client import EngineClient
 from megatron_rl.engines.received_weights import noted
@@ -26,6 +28,7 @@ from megatron_rl.models.weight_table import rules, tensor_shapes
 from megatron_rl.system.files import runs_of_bytes
 
 BUCKET_BYTES = 512 * 1024 * 1024
+POLL_S = 0.002
 _FUSED_MODULE = ".self_attn."
 """An engine may fuse tensors of one attention into one of its own, and then drops the one whose counterpart is not in the same bucket.
 
@@ -112,7 +115,7 @@ def fill_buckets(
         if allocate is not None:
             memory = None
         for spec in bucket:
-            tensor = _next_weight(source, spec)
+            tensor = next_weight(source, spec)
             if memory is None and allocate is not None:
                 memory = allocate(num_bucket_bytes(bucket), tensor.device)
             elif memory is None:
@@ -122,11 +125,17 @@ def fill_buckets(
             start = end
         assert memory is not None, "a bucket has tensors"
         yield memory[:start]
+    check_all_taken(source)
+
+
+def check_all_taken(source: Iterator[tuple[str, Tensor]]) -> None:
+    """Raise ValueError when more comes from `source`."""
     if next(source, None) is not None:
         raise ValueError("the trainer exports more tensors than the manifest promised to the engines")
 
 
-def _next_weight(source: Iterator[tuple[str, Tensor]], spec: WeightSpec) -> Tensor:
+def next_weight(source: Iterator[tuple[str, Tensor]], spec: WeightSpec) -> Tensor:
+    """Return the next tensor [...] of `source`. Raises ValueError for another one than `spec` says."""
     name, tensor = next(source, (None, None))
     got = WeightSpec.of(name, tensor) if name is not None and tensor is not None else None
     if got != spec or tensor is None:
@@ -202,23 +211,36 @@ Expected = Awaitable[Mapping[str, int]]
 
 
 @asynccontextmanager
-async def open_update(client: EngineClient, *, num_ranks: int, expected: Expected | None) -> AsyncIterator[None]:
+async def open_update(
+    client: EngineClient, *, num_ranks: int, expected: Expected | None, holds: str | None = None, version: int | None = None
+) -> AsyncIterator[None]:
     """Open an update of an engine of `num_ranks`, and compare what came with `expected` checksums.
 
-    The update ends in every case, because an engine refuses a second update during the first.
+    After it the engine takes deltas to the weights that it `holds`, and serves `version`. The update
+    ends in every case, because an engine refuses a second update during the first.
     """
+    client.holds = None
     await client.begin_weight_update()
     try:
-        if expected is not None:
-            await client.check_received(None, num_ranks=num_ranks)
+        if expected is not None or holds is not None:
+            await client.order("begin" if expected is None else "note", num_ranks=num_ranks)
         yield
-        if expected is not None:
-            await client.check_received(await expected, num_ranks=num_ranks)
+        if expected is not None or holds is not None:
+            sums = None if expected is None else await expected
+            await client.order("end", num_ranks=num_ranks, expected=sums, holds=holds, version=version)
+            client.holds = holds
     except EngineError:
         with suppress(EngineError):  # it is dead
             await client.end_weight_update()
         raise
     await client.end_weight_update()
+
+
+async def awaited(store: Store, key: str) -> str:
+    """Return the value of `key`, waited for without a deadline: the sync has one."""
+    while not store.check([key]):
+        await asyncio.sleep(POLL_S)
+    return store.get(key).decode()
 
 
 class SenderPlan(Protocol):
@@ -231,11 +253,13 @@ class SenderPlan(Protocol):
 class WeightTransport:
     """The engines' end: the driver's requests to a fixed number of engines, with the `plan` of every rank's end.
 
-    With `sends_first` engines read after all sending, else both happen at once.
+    With `sends_first` engines read after all sending, else both happen at once. With `deltas`
+    syncs after the first send changes of what each engine `holds`.
     """
 
     plan: SenderPlan
     sends_first = False
+    deltas = False
 
     async def connect(self, clients: Sequence[EngineClient]) -> None:
         """Connect every engine, once, before the first sync."""
@@ -287,7 +311,8 @@ class Surroundings:
     `manifest` lists the weights in a rank's export order. `directory` is on storage shared by ranks and engines, and
     for syncs alone. `free_address` gives an address of rank 0's node and a free port there. `backend` is gloo or nccl,
     `timeout_s` the deadline for connecting, in seconds. `ranks_beside` has the URL of every engine on the devices of
-    Megatron ranks, and these ranks in the order of the engine's own. `bucket_bytes` is the size of a message.
+    Megatron ranks, and these ranks in the order of the engine's own. `bucket_bytes` is the size of a message. With
+    `deltas`, syncs after a connection's first send changes.
     """
 
     manifest: Sequence[WeightSpec]
@@ -299,3 +324,4 @@ class Surroundings:
     timeout_s: float
     ranks_beside: Mapping[str, Sequence[int]] = field(default_factory=dict)
     bucket_bytes: int = BUCKET_BYTES
+    deltas: bool = False

@@ -81,7 +81,7 @@ MADE_CALLS: dict[str, list[dict[str, Any]]] = {
     "take_bucket": [{"handles": ["h"], "version": 1}],
     "load_weights": [{"path": Path("p"), "version": 1}],
     "checksums": [{}],
-    "check_received": [{"expected": None, "num_ranks": 1}, {"expected": {}, "num_ranks": 1}],
+    "order": [{"step": "begin", "num_ranks": 1}, {"step": "end", "num_ranks": 1, "expected": {}, "holds": "here/1", "version": 1}],
 }
 ANSWERS = {"/model_info": {"weight_version": "1"}, "/weights_checker": {"ranks": [{"checksums": {}}]}}
 

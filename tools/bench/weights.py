@@ -5,24 +5,26 @@
 A rank trains a model made by code (about 0.6 GB in float32 with 8 layers) and sends it with the classes of a run. Without --engine
 a process that only receives stands for the engine: it takes bucket after bucket from the gloo group, opens the memory that it shares with
 the rank, or reads the files, and copies every tensor into weights of its own. With --engine it is the real SGLang server on a CPU.
+Broadcast and disk come a second time with weights.delta, where the rank has changed one element in a hundred before each sync.
 
 Memory is what an end needs during a sync beyond what it had before, at its peak, in buckets; pages of files are not counted, memory that
-both share counts at both. Goals are 5
-times the CPU seconds of memcpy and 2 buckets. All take turns in one call, so that other load hits all alike; of the turns the
-fastest counts, and the largest memory. A line says what gloo alone takes to broadcast the same bytes, which the goal has to leave room for.
+both share counts at both. Goals are 5 times the CPU seconds of memcpy, 2 buckets, and with delta 0.3 of the CPU seconds without. All
+take turns in one call, so that other load hits all alike; of the turns the fastest counts, and the largest memory. A line says what
+gloo alone takes to broadcast the same bytes, which the goal has to leave room for.
 """
 
 import argparse
 import asyncio
 import base64
+import pickle
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
@@ -41,11 +43,12 @@ from training import MODELS, make_model, make_settings
 from megatron_rl.engines.client import EngineClient
 from megatron_rl.engines.engine import Engine
 from megatron_rl.engines.engine_pool import EnginePool
+from megatron_rl.engines.received_weights import follow, order
 from megatron_rl.engines.server_args import server_arguments
 from megatron_rl.system.device import quiet_megatron_imports
 from megatron_rl.system.rendezvous import join_store
 from megatron_rl.weights.sync import TRANSPORTS, WeightSync
-from megatron_rl.weights.transport import SenderPlan, Sent, Surroundings, WeightSender, WeightSpec
+from megatron_rl.weights.transport import SenderPlan, Sent, Surroundings, WeightSender, WeightSpec, WeightTransport
 
 with quiet_megatron_imports():
     from megatron_rl.models.read_spec import read_model_spec
@@ -53,6 +56,8 @@ with quiet_megatron_imports():
 
 TIMEOUT_S = 60.0
 GOAL_CPU, GOAL_BUCKETS = 5.0, 2.0
+CHANGED = 100  # elements of which one changes before a sync with deltas
+DELTA = " with delta"
 SHAPE = {"hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64, "intermediate_size": 3072}
 
 
@@ -92,6 +97,13 @@ class Rank:
         """Send the weights."""
         return self._sender.send(version=version, checked=checked)
 
+    def change(self) -> None:
+        """Change one element in a hundred."""
+        with torch.no_grad():
+            for _, tensor in self._trainer.weights():
+                places = torch.randint(tensor.numel(), (max(1, tensor.numel() // CHANGED),))
+                tensor.view(-1)[places] *= 1.25
+
     def memcpy(self) -> tuple[float, float]:
         """Seconds and CPU seconds of copying all weights once into memory that has been written before."""
         sources = [tensor.detach().contiguous() for _, tensor in self._trainer.weights()]
@@ -108,6 +120,15 @@ class Receiver:
     def __init__(self, manifest: Sequence[WeightSpec]) -> None:
         self._weights = {spec.name: torch.zeros(spec.shape, dtype=spec.torch_dtype) for spec in manifest}
         self._group: dist.ProcessGroup
+        self.load_weights: Callable[[Iterable[tuple[str, torch.Tensor]]], Any] = self._load
+
+    def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            self._weights[name].copy_(tensor)
+
+    def order(self, content: bytes) -> None:
+        """Follow an order as an engine does."""
+        follow(self, pickle.loads(content))
 
     def join_group(self, address: str, port: int, rank_offset: int, world_size: int, name: str, backend: str) -> None:
         """Join as SGLang does."""
@@ -127,10 +148,8 @@ class Receiver:
         """Take one bucket, in fresh memory as SGLang does."""
         flat = torch.empty(sum(spec.num_bytes for spec in bucket), dtype=torch.uint8)
         dist.broadcast(flat, src=0, group=self._group)
-        start = 0
-        for spec in bucket:
-            self._weights[spec.name].copy_(flat[start : start + spec.num_bytes].view(spec.torch_dtype).view(spec.shape))
-            start += spec.num_bytes
+        parts = zip(bucket, flat.split([spec.num_bytes for spec in bucket]), strict=True)
+        self.load_weights([(spec.name, part.view(spec.torch_dtype).view(spec.shape)) for spec, part in parts])
 
     def take(self, handle: str) -> None:
         """Copy what another process shares, as SGLang does."""
@@ -143,8 +162,7 @@ class Receiver:
         """Read all files of a Hugging Face directory."""
         for file in sorted(path.glob("*.safetensors")):
             with safe_open(file, "pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118
-                    self._weights[name].copy_(tensors.get_tensor(name))
+                self.load_weights((name, tensors.get_tensor(name)) for name in tensors.keys())  # noqa: SIM118
 
 
 class Peer:
@@ -187,7 +205,7 @@ class StandInClient:
         await self._ask("join_group", **arguments)
 
     async def receive_bucket(
-        self, names: Sequence[str], *, dtypes: Sequence[str], shapes: Sequence[tuple[int, ...]], group: str, version: int | None
+        self, names: Sequence[str], *, dtypes: Sequence[str], shapes: Sequence[tuple[int, ...]], group: str, version: int | None = None
     ) -> None:
         """Take a bucket."""
         await self._ask("receive", bucket=[WeightSpec(*parts) for parts in zip(names, dtypes, shapes, strict=True)])
@@ -197,6 +215,11 @@ class StandInClient:
         """Take a bucket."""
         (handle,) = handles
         await self._ask("take", handle=handle)
+        self._version = self._version if version is None else version
+
+    async def order(self, step: Any, *, num_ranks: int, version: int | None = None, **given: Any) -> None:
+        """Give an order."""
+        await self._ask("order", content=order(step, **given))
         self._version = self._version if version is None else version
 
     async def load_weights(self, path: Path, *, version: int) -> None:
@@ -303,6 +326,10 @@ def running_engine(model: Path) -> Iterator[tuple[Engine, Any]]:
         engine.stop()
 
 
+def _made(transport: Callable[[Surroundings], WeightTransport], surroundings: Surroundings, _: Sequence[str]) -> WeightTransport:
+    return transport(surroundings)
+
+
 async def bench(model: Path, *, bucket_bytes: int, turns: int, with_engine: bool) -> None:
     """Print the costs of every transport beside memcpy's."""
     manifest = exported_specs(read_model_spec(model), dtype="float32")
@@ -334,16 +361,20 @@ async def bench(model: Path, *, bucket_bytes: int, turns: int, with_engine: bool
             stack.callback(peer.close)
         copies, floors, costs = [], [], dict[str, list[Cost]]()
         version = 0
-        for name, make in TRANSPORTS.items():
-            pool = EnginePool([client], max_requests=1)
-            sync = WeightSync(lambda _, make=make: make(surroundings), ranks=RankAlone(rank), pool=pool, timeout_s=TIMEOUT_S)  # type: ignore[misc]
+        for name in (*TRANSPORTS, *(f"{name}{DELTA}" for name in ("broadcast", "disk"))):
+            pool, transport = EnginePool([client], max_requests=1), TRANSPORTS[name.removesuffix(DELTA)]
+            given = replace(surroundings, deltas=name.endswith(DELTA))
+            sync = WeightSync(partial(_made, transport, given), ranks=RankAlone(rank), pool=pool, timeout_s=TIMEOUT_S)
             await sync.connect()
             costs[name] = []
             for _ in range(turns + 1):
                 copies.append(await asyncio.wrap_future(rank.call("memcpy")))
                 version += 1
-                store = model.parent / f"floor{version}"
-                floors.append(await broadcast_alone(peers, store=store, num_bytes=total, bucket_bytes=bucket_bytes))
+                if given.deltas:
+                    await asyncio.wrap_future(rank.call("change"))
+                else:
+                    store = model.parent / f"floor{version}"
+                    floors.append(await broadcast_alone(peers, store=store, num_bytes=total, bucket_bytes=bucket_bytes))
                 costs[name].append(await measure(sync, version=version, sender=rank.processes, receiver=receiving))
     _print(total, copies, floors, costs, bucket_bytes=bucket_bytes, receiver="engine" if with_engine else "receiver")
 
@@ -370,7 +401,9 @@ def _print(
     for name, turns in costs.items():
         # The first turn makes files and memory that later ones find.
         measured = turns[1:]
-        print(f"  {name:<22}{min(cost.seconds for cost in measured) / gigabytes:>7.2f} s/GB")
+        cpu = {each: min(cost.sender_cpu_s + cost.receiver_cpu_s for cost in costs[each][1:]) for each in (name, name.removesuffix(DELTA))}
+        share = f", {cpu[name] / cpu[name.removesuffix(DELTA)]:.2f} of the CPU seconds without" if name.endswith(DELTA) else ""
+        print(f"  {name:<22}{min(cost.seconds for cost in measured) / gigabytes:>7.2f} s/GB{share}")
         ends = {
             "sender": (min(cost.sender_cpu_s for cost in measured), max(cost.sender_bytes for cost in measured)),
             receiver: (min(cost.receiver_cpu_s for cost in measured), max(cost.receiver_bytes for cost in measured)),

@@ -58,6 +58,12 @@ CORRECTED = ["objective.off_policy={mode: truncate, high: 2.0}"]
         (["rollout.sglang.pp_size=2"], "remove it, and set rollout.sglang.tp_size"),
         (["rollout.sglang.quantization=fp8"], "rollout.sglang.quantization is fp8, needs none"),
         (["rollout.sglang.torchao_config=int4wo-128"], "rollout.sglang.torchao_config is int4wo-128, needs none"),
+        (["runtime.colocate=true", "weights.delta=true"], "weights.delta is true with runtime.colocate or weights.transport ipc"),
+        (["weights.delta=true", "rollout.sglang.quantization=fp8"], "weights.delta is true with rollout.sglang.quantization fp8"),
+        (
+            ["weights.delta=true", "rollout.sglang={dp_size: 2, tp_size: 2, enable_dp_attention: true}"],
+            "weights.delta is true with rollout.sglang.dp_size 2",
+        ),
         (["runtime.colocate=true", "rollout.max_staleness=2"], "set rollout.max_staleness to 0, or runtime.colocate to false"),
         *(
             (["rollout.sampling={entropy: {thresholds: [1, 1]}, top_p: 0.9}", *CORRECTED], part)

@@ -9,6 +9,7 @@ from megatron_rl.engines.server_args import (
     OWNED_ENVIRONMENT,
     OWNED_PREFIXES,
     check_environment,
+    check_release,
     field_types,
     server_arguments,
     validate_server_args,
@@ -122,3 +123,10 @@ def test_prefixes_are_kept_where_a_later_request_can_use_them(device_kind: str, 
 def test_a_value_that_cannot_be_sent_is_one_sentence() -> None:
     with pytest.raises(UserError, match="JSON cannot carry"):
         make_arguments({"max_total_tokens": {1, 2}})
+
+
+def test_a_release_with_known_holes_is_refused() -> None:
+    with pytest.raises(UserError, match=r"SGLang 0\.5\.20\.post1 is installed, needs 0\.5\.21 or later: .*; install a later one"):
+        check_release("0.5.20.post1")
+    for installed in (None, "0.5.21", "0.5.23", "0.6.0"):
+        check_release(installed)

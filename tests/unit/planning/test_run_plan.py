@@ -1,6 +1,7 @@
 """What a plan says without measuring anything; tests/dist/test_run_plan.py measures."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from megatron_rl.config.decided import with_values
 from megatron_rl.config.gpus import GIB, GPUS
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import UserError
+from megatron_rl.models.weight_table import tensor_shapes
 from megatron_rl.planning import run_plan
 from megatron_rl.planning.measurement import Answer, Job
 from megatron_rl.planning.records import Collective
@@ -60,6 +62,18 @@ def test_host_memory_holds_what_is_away_and_a_read_reference(
     monkeypatch.setattr(run_plan, "measure", lambda jobs: [Answer((policy,), (policy,) * has_critic)])
     plan = plan_run(with_values(run_settings(num_ranks=1), changes), model_spec("Qwen3-4B"), gpu=GPUS["H100-80"], num_nodes=None)
     assert plan.stages[0].host - RANK_HOST_BYTES == gib * GIB
+
+
+def test_a_copy_for_deltas_is_in_host_memory(
+    run_settings: Callable[..., Settings], model_spec: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_plan, "measure", lambda jobs: [Answer((rank_of(away=200 * GIB),), ())])
+    settings, spec = run_settings(num_ranks=1), model_spec("Qwen3-4B")
+    plans = [
+        plan_run(with_values(settings, {"weights.delta": delta}), spec, gpu=GPUS["H100-80"], num_nodes=None) for delta in (False, True)
+    ]
+    num_parameters = sum(math.prod(shape) for _, shape in tensor_shapes(spec))
+    assert plans[1].host_per_node - plans[0].host_per_node == 2 * num_parameters > 8e9
 
 
 def test_a_teacher_takes_activations_and_host_memory(run_settings: Callable[..., Settings], model_spec: Callable[[str], Any]) -> None:

@@ -57,7 +57,7 @@ def make_plan(backend: str = "gloo") -> BroadcastPlan:
 
 def test_the_group_of_a_sync_is_not_split_from_the_trainers(default_group: dist.ProcessGroup) -> None:
     """To split, NCCL waits for all ranks of the trainer, of which only rank 0 joins."""
-    join_as_sender(make_plan(backend="nccl"))
+    join_as_sender(make_plan(backend="nccl"), dist.HashStore())
     (options,) = FakeNccl.made
     assert "split_from" not in vars(options) or options.split_from is None
     assert default_group.bound_device_id == torch.device("cuda", 0)
@@ -69,7 +69,7 @@ def test_a_group_that_cannot_be_made_leaves_the_trainers_bound(default_group: di
 
     monkeypatch.setattr(c10d, "_new_process_group_helper", fail)
     with pytest.raises(RuntimeError, match="no engines"):
-        join_as_sender(make_plan(backend="nccl"))
+        join_as_sender(make_plan(backend="nccl"), dist.HashStore())
     assert default_group.bound_device_id == torch.device("cuda", 0)
 
 
@@ -92,13 +92,14 @@ BUCKETS = ((WeightSpec("a", "float32", (3,)),), (WeightSpec("b", "float32", (2, 
 def test_rank_zero_sends_every_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[tuple[list[float], int, object]] = []
     monkeypatch.setattr(dist, "broadcast", lambda flat, src, group: sent.append((flat.view(torch.float32).tolist(), src, group)))
-    monkeypatch.setattr(broadcast, "join_as_sender", lambda plan: (plan.name, plan.timeout_s))
+    monkeypatch.setattr(broadcast, "serve_store", lambda address, **options: options["timeout_s"])
+    monkeypatch.setattr(broadcast, "join_as_sender", lambda plan, store: (plan.name, store))
     make_plan().open(Source(), rank=0).send(version=1)  # type: ignore[arg-type]
     assert sent == [([0.0, 1.0, 2.0], 0, ("weights", 30.0)), ([1.0] * 4, 0, ("weights", 30.0))]
 
 
 def test_other_ranks_take_part_in_gathering_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(broadcast, "join_as_sender", lambda plan: pytest.fail("only rank 0 is in the group"))
+    monkeypatch.setattr(broadcast, "join_as_sender", lambda plan, store: pytest.fail("only rank 0 is in the group"))
     monkeypatch.setattr(broadcast, "fill_buckets", lambda weights, buckets: pytest.fail("only the sender needs the memory of a bucket"))
     source = Source()
     sender = make_plan().open(source, rank=3)  # type: ignore[arg-type]
@@ -119,7 +120,7 @@ def test_a_rank_that_cannot_send_gathers_and_leaves_its_group(monkeypatch: pytes
     monkeypatch.setattr(dist, "broadcast", fail)
     monkeypatch.setattr(dist, "destroy_process_group", lambda group: None)
     source, group = Source(), Group()
-    alive, sender = weakref.ref(group), BroadcastSender(source, BUCKETS, group=group)  # type: ignore[arg-type]
+    alive, sender = weakref.ref(group), BroadcastSender(source, make_plan(), group=group)  # type: ignore[arg-type]
     del group
     # Whoever waits for the call keeps its error.
     with pytest.raises(EngineError, match="closed by peer"):

@@ -20,7 +20,7 @@ from megatron_rl.engines import engine_pool
 from megatron_rl.engines.client import EngineClient
 from megatron_rl.engines.engine_pool import EnginePool, Urgency
 from megatron_rl.engines.received_weights import checksum
-from megatron_rl.engines.server_args import COMPARING_LOADER
+from megatron_rl.engines.server_args import ORDER_LOADER
 from megatron_rl.errors import DeadlineError, EngineError, ParityError
 from megatron_rl.observe.metrics import metric_values
 from megatron_rl.weights.sync import TRANSPORTS
@@ -103,15 +103,15 @@ def test_engines_compare_checksums_when_they_are_due(make_run: Callable[..., Run
 
     asyncio.run(work())
     calls = [(path, body) for path, body in run.servers[1].calls if path in (SILENT, BEGIN, UPDATES[name], COMPARE, END, RESUME)]
-    syncs = [[path if (body or {}).get("load_format") != COMPARING_LOADER else "compare" for path, body in each] for each in split(calls)]
+    syncs = [[path if (body or {}).get("load_format") != ORDER_LOADER else "compare" for path, body in each] for each in split(calls)]
     update = UPDATES[name]
     middle = [update] * (1 if name == "disk" else 2)
     checked = [SILENT, BEGIN, "compare", *middle, "compare", END, RESUME]
     assert syncs == [checked, whole(name), checked, whole(name), checked]
-    orders = [body["serialized_named_tensors"] for _, body in calls if (body or {}).get("load_format") == COMPARING_LOADER]
+    orders = [body["serialized_named_tensors"] for _, body in calls if (body or {}).get("load_format") == ORDER_LOADER]
     texts = [pickle.loads(base64.b64decode(each))[0][0] for (each,) in orders]
-    assert texts[::2] == ["note"] * 3
-    assert [json.loads(text) for text in texts[1::2]] == [expected] * 3
+    assert [json.loads(text)["step"] for text in texts] == ["note", "end"] * 3
+    assert [json.loads(text)["expected"] for text in texts[1::2]] == [expected] * 3
 
 
 def split(calls: list[tuple[str, Any]]) -> list[list[tuple[str, Any]]]:
