@@ -94,6 +94,16 @@ class RewardRunner(AbstractContextManager["RewardRunner", None]):
             )
         return reward
 
+    @property
+    def is_async(self) -> bool:
+        """True where a worker calls the function for many samples at the same time."""
+        return self._form == "async"
+
+    @property
+    def takes_groups(self) -> bool:
+        """True where a call takes the samples of a group."""
+        return self._form == "group"
+
     async def score(self, sample: Sample) -> Reward:
         """Return the reward of one sample. Never raises for what the user's function does."""
         if self._together is None:

@@ -12,7 +12,6 @@ from aiohttp import web
 
 from megatron_rl.config.load import load_settings
 from megatron_rl.errors import UserError
-from megatron_rl.evaluation import remote
 from megatron_rl.evaluation.eval_words import UNTRAINED, with_options
 from megatron_rl.evaluation.graded_answers import read_answers
 from megatron_rl.evaluation.remote import evaluate_url

@@ -69,9 +69,8 @@ def test_a_name_that_is_no_built_in_reward_is_refused() -> None:
 
 def test_labels_that_do_not_score_themselves_are_found() -> None:
     rows = [("math", "\\frac{1}{2}"), ("math", ""), ("math", "(1, 2)"), ("letters", "B"), ("letters", "46"), ("other", "x")]
-    prompts = [
-        Prompt(id=str(number), token_ids=np.array([1]), text="", label=label, metadata={"of": of}) for number, (of, label) in enumerate(rows)
-    ]
+    ids = np.array([1])
+    prompts = [Prompt(id=str(number), token_ids=ids, text="", label=label, metadata={"of": of}) for number, (of, label) in enumerate(rows)]
     reward = RewardSettings(function="by_row", args={"key": "of", "functions": {"math": "math", "letters": "choice"}})
     with RewardRunner(reward) as runner:
         runner.probe(prompts[0])
