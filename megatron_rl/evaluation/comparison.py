@@ -29,15 +29,11 @@ class Difference:
     high: float
     num_prompts: int
 
-    @property
-    def value(self) -> float:
-        """Return the difference of the means."""
-        return self.means[1] - self.means[0]
-
-    @property
-    def verdict(self) -> str:
-        """Return the answer in words: higher, lower, or not told apart."""
-        return "higher" if self.low > 0 else "lower" if self.high < 0 else "not told apart"
+    def __str__(self) -> str:
+        verdict = "higher" if self.low > 0 else "lower" if self.high < 0 else "not told apart"
+        first, second = self.means
+        change = f"{second - first:+.4f}  [{self.low:+.4f}, {self.high:+.4f}]"
+        return f"{self.set_name} {self.metric} {first:.4f} → {second:.4f}, {change} over {self.num_prompts} prompts: {verdict}"
 
 
 def evaluations_in(directory: Path) -> dict[int, Path]:

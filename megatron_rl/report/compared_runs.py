@@ -1,10 +1,7 @@
-"""The table and the picture of `megatron-rl compare`."""
+"""What `megatron-rl compare` prints and draws."""
 
 from collections.abc import Sequence
 from pathlib import Path
-
-from rich.console import Console
-from rich.table import Table
 
 from megatron_rl.errors import UserError
 from megatron_rl.evaluation.comparison import compare, curves_of, evaluations_in
@@ -22,15 +19,9 @@ def compare_runs(runs: Sequence[Path], *, step: int | None, out: Path) -> None:
         of_runs = "; ".join(f"{run}: {', '.join(map(str, steps))}" for run, steps in zip(runs, found, strict=True))
         raise UserError(f"the runs were not all evaluated at {'one step' if step is None else f'step {step}'} ({of_runs}); give --step")
     at = common[-1] if step is None else step
-    console = Console(highlight=False, markup=False, soft_wrap=True)
-    table = Table("run", "set", "metric", "first", "this", "difference [95 % interval]", "prompts", "this run is")
+    print(f"step {at}; the first run is {runs[0]}")
     for run, steps in zip(runs[1:], found[1:], strict=True):
         for each in compare(found[0][at], steps[at]):
-            first, this = (f"{mean:.4f}" for mean in each.means)
-            difference = f"{each.value:+.4f}  [{each.low:+.4f}, {each.high:+.4f}]"
-            table.add_row(str(run), each.set_name, each.metric, first, this, difference, str(each.num_prompts), each.verdict)
-    console.print(f"step {at}; the first run is {runs[0]}")
-    console.print(table)
-    picture = draw_comparison({str(run): curves_of(run) for run in runs}, title="Held-out sets")
-    write_atomic(out, picture)
-    console.print(str(out))
+            print(f"{run}: {each}")
+    write_atomic(out, draw_comparison({str(run): curves_of(run) for run in runs}, title="Held-out sets"))
+    print(out)
