@@ -18,7 +18,7 @@ from megatron_rl.data.source import messages_of
 from megatron_rl.engines.sampling import Sampling
 from megatron_rl.errors import TrajectoryError, UserError
 from megatron_rl.evaluation.evaluator import Evaluator, SetResult
-from megatron_rl.rewards.remote import post_json
+from megatron_rl.rewards.servers import post_json
 from megatron_rl.rewards.runner import RewardRunner, scores_of_sets
 from megatron_rl.rollout.generator import together
 from megatron_rl.rollout.groups import ATTEMPTS, Score
@@ -49,7 +49,7 @@ class RemoteModel:
         score = self._scores.get(name, self._score)
         made = await together(self._sample(prompt, index, sampling) for index in range(num_samples))
         samples = [each for each in made if isinstance(each, Sample)]
-        rewards = await together(map(score, samples))
+        rewards = await asyncio.gather(*map(score, samples))
         scored = enumerate(zip(samples, rewards, strict=True))
         numbered = tuple(replace(each, index=index, reward=reward) for index, (each, reward) in scored)
         return Group(prompt.id, prompt, numbered, tuple(each for each in made if isinstance(each, Failure)))

@@ -6,11 +6,12 @@ import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
@@ -34,14 +35,23 @@ _GROUPS = ("prompt_id", "group_id")
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Values of one reward or column for every row, NaN without one; rewards have seconds of calls and messages of failures."""
+    """Values of one reward or column for every row, NaN without one; of a reward also seconds of calls and messages of failures."""
 
     name: str
     values: Sequence[float]
     outcomes: Mapping[str, int]
     seconds: Sequence[float] = ()
-    wall_s: float = 0.0
-    messages: Mapping[str, int] | None = None
+    wall_s: float = 1.0
+    messages: Mapping[str, int] = field(default_factory=dict)
+
+    def facts(self, origins: Sequence[str]) -> dict[str, Any]:
+        """Return the numbers of a line of the table."""
+        scored = [value for value in self.values if math.isfinite(value)]
+        slowest = sorted(zip(self.seconds, origins[: len(self.seconds)], strict=True), reverse=True)[:_SHOWN]
+        return {
+            "name": self.name, "outcomes": self.outcomes, "mean": sum(scored) / len(scored) if scored else None,
+            "calls_per_second": len(self.seconds) / self.wall_s, "slowest": slowest, "failures": self.messages,
+        }  # fmt: skip
 
 
 def score_file(path: Path, rewards: Sequence[RewardSettings], *, column: str | None, label_key: str | None, out: Path | None) -> None:
@@ -51,20 +61,20 @@ def score_file(path: Path, rewards: Sequence[RewardSettings], *, column: str | N
     stop_reason, num_tokens and prompt_id. Raises UserError for rows without.
     """
     rows = read_rows(DataFiles(path=path), settings=DataSettings(train=path, label_key=label_key))
-    samples = [_sample(row) for row in rows]
+    samples, origins = [_sample(row) for row in rows], [row.origin for row in rows]
     found = [asyncio.run(_score(samples, reward)) for reward in rewards]
     if column is not None:
         values = [_number(row, column) for row in rows]
         found.append(Scores(f"column {column}", values, {"scored": sum(map(math.isfinite, values))}))
-    origins = [row.origin for row in rows]
     facts = {
         "file": str(path),
-        "scores": [_facts(each, origins) for each in found],
+        "scores": [each.facts(origins) for each in found],
         "differences": [_difference(*pair, origins) for pair in combinations(found, 2)],
     }
     _print(facts, dict(zip(origins, samples, strict=True)))
     if out is not None:
-        write_atomic(out, json.dumps({**facts, "rows": {each.name: [_finite(value) for value in each.values] for each in found}}) + "\n")
+        by_row = {each.name: [value if math.isfinite(value) else None for value in each.values] for each in found}
+        write_atomic(out, json.dumps({**facts, "rows": by_row}) + "\n")
 
 
 def read_reward(words: str) -> RewardSettings:
@@ -85,7 +95,7 @@ def _sample(row: Row) -> Sample:
     messages = messages_of(row, system_prompt=None)
     asked = row.prompt if isinstance(row.prompt, str) else "\n".join(str(message.get("content", "")) for message in messages)
     name = next((str(others[key]) for key in _GROUPS if key in others), asked)
-    prompt = Prompt(id=name, token_ids=[0], text=asked, label=row.label, metadata=others, messages=messages)
+    prompt = Prompt(id=name, token_ids=np.zeros(1, np.int64), text=asked, label=row.label, metadata=others, messages=messages)
     sample = Sample.written(prompt, [0] * int(others.get("num_tokens") or 0), text=text)
     return replace(sample, stop_reason=StopReason.LENGTH) if others.get("stop_reason") == "length" else sample
 
@@ -105,10 +115,10 @@ async def _score(samples: Sequence[Sample], reward: RewardSettings) -> Scores:
     with RewardRunner(reward, num_workers=workers) as runner:
         runner.probe(samples[0].prompt)
         # No call waits for a worker, so that its seconds are its own.
-        slots, begin_s = asyncio.Semaphore(workers * (MAX_CALLS if runner.is_async else 1)), time.monotonic()
+        slots, begin_s = asyncio.Semaphore(workers * (MAX_CALLS if runner.form == "async" else 1)), time.monotonic()
         groups: dict[str, list[int]] = {}
         for number, sample in enumerate(samples):
-            groups.setdefault(sample.group_id if runner.takes_groups else str(number), []).append(number)
+            groups.setdefault(sample.group_id if runner.form == "group" else str(number), []).append(number)
         made: dict[int, tuple[Reward, float]] = {}
 
         async def call(numbers: Sequence[int]) -> None:
@@ -118,21 +128,12 @@ async def _score(samples: Sequence[Sample], reward: RewardSettings) -> Scores:
                 made.update({number: (each, time.monotonic() - start_s) for number, each in zip(numbers, rewards, strict=True)})
 
         await asyncio.gather(*map(call, groups.values()))
-    given = [made[number] for number in range(len(samples))]
-    values = [math.nan if each.value is None else each.value for each, _ in given]
-    failed = Counter(each.message.partition("\n")[0] for each, _ in given if each.outcome is not RewardOutcome.SCORED)
-    outcomes = Counter(each.outcome.value for each, _ in given)
-    return Scores(str(reward.function), values, outcomes, [seconds for _, seconds in given], time.monotonic() - begin_s, failed)
-
-
-def _facts(scores: Scores, origins: Sequence[str]) -> dict[str, Any]:
-    scored = [value for value in scores.values if math.isfinite(value)]
-    slowest = sorted(zip(scores.seconds, origins[: len(scores.seconds)], strict=True), reverse=True)[:_SHOWN]
-    return {
-        "name": scores.name, "outcomes": dict(scores.outcomes), "mean": sum(scored) / len(scored) if scored else None,
-        "calls_per_second": len(scores.seconds) / scores.wall_s if scores.wall_s else None, "slowest": slowest,
-        "failures": dict(Counter(scores.messages or {}).most_common(_SHOWN)),
-    }  # fmt: skip
+        wall_s = time.monotonic() - begin_s
+    rewards, seconds = zip(*(made[number] for number in range(len(samples))), strict=True)
+    failed = Counter(each.message.partition("\n")[0] for each in rewards if each.value is None)
+    values = [math.nan if each.value is None else each.value for each in rewards]
+    outcomes = Counter(each.outcome.value for each in rewards)
+    return Scores(str(reward.function), values, outcomes, seconds, wall_s, dict(failed.most_common(_SHOWN)))
 
 
 def _difference(one: Scores, other: Scores, origins: Sequence[str]) -> dict[str, Any]:
@@ -146,16 +147,12 @@ def _difference(one: Scores, other: Scores, origins: Sequence[str]) -> dict[str,
     }  # fmt: skip
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
 def _print(facts: Mapping[str, Any], samples: Mapping[str, Sample]) -> None:
     console = Console(highlight=False, markup=False, soft_wrap=True)
     outcomes = [outcome.value for outcome in RewardOutcome]
     table = Table("reward", *outcomes, "mean", "calls/s")
     for each in facts["scores"]:
-        mean, pace = ("" if each[key] is None else f"{each[key]:.4g}" for key in ("mean", "calls_per_second"))
+        mean, pace = (f"{each[key]:.4g}" if each[key] else "" for key in ("mean", "calls_per_second"))
         table.add_row(each["name"], *(str(each["outcomes"].get(outcome, 0)) for outcome in outcomes), mean, pace)
     console.print(table)
     for each in facts["scores"]:

@@ -175,7 +175,7 @@ GROUP_REWARD = Kind(setting="reward.function", args_setting="reward.args", argum
 BUILT_IN_REWARDS: Mapping[str, str] = MappingProxyType({
     **{name: f"megatron_rl.rewards.{name}:score" for name in ("math", "code", "reasoning_gym")},
     **{name: f"megatron_rl.rewards.text:{name}" for name in ("exact", "regex", "choice", "tags", "overlong")},
-    **{name: f"megatron_rl.rewards.remote:{name}" for name in ("remote", "judge")},
+    **{name: f"megatron_rl.rewards.servers:{name}" for name in ("remote", "judge")},
     **{name: f"megatron_rl.rewards.mixture:{name}" for name in ("mixture", "by_row")},
 })  # fmt: skip
 """Names of our own rewards, each short for a path."""

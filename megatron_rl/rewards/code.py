@@ -137,7 +137,7 @@ def _tests(sample: Sample, wrapped: bool) -> Iterator[tuple[str | None, str]]:
             if not each.get("fn_name"):
                 yield _lines(each["input"]), _lines(each["output"])
                 continue
-            arguments, result = _plain(_values(each["input"], many=True)), _plain(_values(each["output"], many=False))
+            arguments, result = each["input"], each["output"]
             texts.append(f"assert _same({each['fn_name']}(*{arguments!r}), {(result[0] if wrapped else result)!r})")
         elif isinstance(each, str) and each.strip():
             texts.append(each)
@@ -149,17 +149,6 @@ def _tests(sample: Sample, wrapped: bool) -> Iterator[tuple[str | None, str]]:
 
 def _lines(value: Any) -> str:
     return value if isinstance(value, str) else "\n".join(map(str, value))
-
-
-def _values(value: Any, *, many: bool) -> Any:
-    """Return values that a text has in JSON, one in each line where there are `many`."""
-    if not isinstance(value, str):
-        return value
-    return [json.loads(line) for line in value.splitlines() if line.strip()] if many else json.loads(value)
-
-
-def _plain(value: Any) -> Any:
-    return json.loads(json.dumps(value, default=lambda each: dict(each) if isinstance(each, Mapping) else list(each)))
 
 
 def _prints(program: str, given: str, expected: str, limits: Mapping[str, Any]) -> tuple[bool, float]:

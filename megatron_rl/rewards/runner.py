@@ -59,7 +59,8 @@ class RewardRunner(AbstractContextManager["RewardRunner", None]):
         self._num_calls, self._progress_s, self._noted = 0, 0.0, False
         # The collected calls, and the task that makes them.
         self._together: tuple[list[Sample], asyncio.Task[list[Reward]]] | None = None
-        self._form: Form = "sample"
+        self.form: Form = "sample"
+        """Found by `probe`."""
         self._pool = self._make_pool()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -84,7 +85,7 @@ class RewardRunner(AbstractContextManager["RewardRunner", None]):
             raise UserError(f"the reward workers end as soon as they start; look for the reason in {where}") from error
         if isinstance(form, UserError):
             raise form
-        self._form = form
+        self.form = form
         (reward,) = self._read(self._call([Sample.written(prompt, text=response)])) or [_killed(1)]
         if reward.outcome is not RewardOutcome.SCORED:
             raise UserError(
@@ -93,16 +94,6 @@ class RewardRunner(AbstractContextManager["RewardRunner", None]):
                 f"\n{reward.message}"
             )
         return reward
-
-    @property
-    def is_async(self) -> bool:
-        """True where a worker calls the function for many samples at the same time."""
-        return self._form == "async"
-
-    @property
-    def takes_groups(self) -> bool:
-        """True where a call takes the samples of a group."""
-        return self._form == "group"
 
     async def score(self, sample: Sample) -> Reward:
         """Return the reward of one sample. Never raises for what the user's function does."""
@@ -120,11 +111,11 @@ class RewardRunner(AbstractContextManager["RewardRunner", None]):
         """Return the rewards of `samples`, collected until this task has its first turn."""
         if self._together is not None and self._together[0] is samples:
             self._together = None
-        if self._form == "group":
+        if self.form == "group":
             ids = [sample.group_id for sample in samples]
             tasks = [[index for index, name in enumerate(ids) if name == group] for group in dict.fromkeys(ids)]
         else:
-            size = MAX_CALLS if self._form == "async" else max(1, min(MAX_CALLS, math.ceil(TASK_S / self._call_s)))
+            size = MAX_CALLS if self.form == "async" else max(1, min(MAX_CALLS, math.ceil(TASK_S / self._call_s)))
             tasks = [list(range(begin, len(samples)))[:size] for begin in range(0, len(samples), size)]
         made = await asyncio.gather(*(self._score([samples[index] for index in task]) for task in tasks))
         found = {index: reward for task, rewards in zip(tasks, made, strict=True) for index, reward in zip(task, rewards, strict=True)}
@@ -140,15 +131,15 @@ class RewardRunner(AbstractContextManager["RewardRunner", None]):
             rewards = [_killed(MAX_ATTEMPTS)] * len(samples)
         if len(rewards) == len(samples):
             return rewards
-        if self._form == "group":
+        if self.form == "group":
             return rewards * len(samples)
         return [reward for alone in await asyncio.gather(*(self._score([sample]) for sample in samples)) for reward in alone]
 
     def _call(self, samples: Sequence[Sample]) -> ProcessFuture[Any]:
         timeout_s = self._settings.timeout_s
         # Async calls end by themselves.
-        of_worker_s = timeout_s + ASYNC_END_S * (self._form == "async")
-        options = {"samples": samples, "form": self._form, "call_timeout_s": timeout_s}
+        of_worker_s = timeout_s + ASYNC_END_S * (self.form == "async")
+        options = {"samples": samples, "form": self.form, "call_timeout_s": timeout_s}
         return self._begin(call_all, timeout_s=of_worker_s, **options)
 
     def _begin(self, function: Callable[..., Any], *, timeout_s: float, **arguments: Any) -> ProcessFuture[Any]:

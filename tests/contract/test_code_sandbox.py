@@ -54,7 +54,7 @@ def printed(program: str, *, timeout_s: float = 5.0) -> tuple[bool, str, str]:
         ("def f(x): return x + 1", "def check(candidate):\n    assert candidate(1) == 2\ncheck(f)"),
         ("def f(x): return x + 1", CALLS),
         ("class Solution:\n    def f(self, x): return x + 1", json.dumps(CALLS)),
-        ("def f(x): return x + 1", [{"fn_name": "f", "input": "1", "output": "2"}]),
+        ("def f(x): return x + 1", [{"fn_name": "f", "input": [1], "output": 2}]),
         ("print(int(input()) + 1)", PAIRS),
         ("print(int(input()) + 1)", [{"input": "1", "output": "2"}, {"input": "3", "output": "4"}]),
         ("def f(*a): return (a, {1}, {2: [None]}, 1e308 * 10)", "assert f(1, 'b') == ((1, 'b'), {1}, {2: [None]}, float('inf'))"),

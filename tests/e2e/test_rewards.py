@@ -23,8 +23,8 @@ class Grader(BaseHTTPRequestHandler):
         length = int(self.headers["Content-Length"])
         self.rfile.read(length)
         ASKED[self.path] += 1
-        said = {"reward": length % 2, "choices": [{"message": {"content": f"Verdict: {'in' * (length % 2)}correct"}}]}
-        body = json.dumps(said).encode()
+        grade, verdict = {"reward": length % 2}, {"choices": [{"message": {"content": f"Verdict: {'in' * (length % 2)}correct"}}]}
+        body = json.dumps(grade if self.path == "/grade" else verdict).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()

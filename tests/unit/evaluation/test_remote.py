@@ -43,7 +43,7 @@ class Server:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    monkeypatch.setattr("megatron_rl.rewards.remote._BACKOFF_S", 0.0)
+    monkeypatch.setattr("megatron_rl.rewards.servers._BACKOFF_S", 0.0)
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     made, loop = Server(), asyncio.new_event_loop()
     app = web.Application()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_rl.rewards.remote import CORRECT, verdict_in
+from megatron_rl.rewards.servers import CORRECT, verdict_in
 
 
 @pytest.mark.parametrize(
