@@ -18,8 +18,8 @@ from megatron_rl.data.source import messages_of
 from megatron_rl.engines.sampling import Sampling
 from megatron_rl.errors import TrajectoryError, UserError
 from megatron_rl.evaluation.evaluator import Evaluator, SetResult
-from megatron_rl.rewards.servers import post_json
 from megatron_rl.rewards.runner import RewardRunner, scores_of_sets
+from megatron_rl.rewards.servers import post_json
 from megatron_rl.rollout.generator import together
 from megatron_rl.rollout.groups import ATTEMPTS, Score
 from megatron_rl.types import Failure, Group, Prompt, Sample, StopReason
