@@ -101,7 +101,7 @@ CHEATS = {
 @pytest.mark.parametrize("name", CHEATS)
 def test_no_trick_passes_asserts(name: str) -> None:
     begin_s = time.monotonic()
-    loop = f"{ASSERTS}\nassert all(map(lambda pair: f(pair[0]) == pair[1], [(5, 6), (7, 8)]))"
+    loop = "assert all(map(lambda pair: f(pair[0]) == pair[1], [(5, 6), (7, 8)]))"
     tests = loop if name == "ends loops" else ASSERTS
     assert value_of(CHEATS[name], tests, timeout_s=1.0) == 0.0
     assert time.monotonic() - begin_s < 60
@@ -176,24 +176,25 @@ def test_nothing_outside_of_tmp_can_be_written() -> None:
 
 
 @pytest.mark.parametrize(
-    "attack",
+    ("attack", "error"),
     [
-        "import os\nwhile True: os.fork()",
-        "import subprocess; subprocess.run(['/usr/bin/true'])",
-        "import os; os.execv('/usr/bin/true', ['true'])",
-        "import ctypes; ctypes.CDLL(None).unshare(0x10000000) and exit(1)",
-        "x = bytearray(10**10)",
-        "x = []\nwhile True: x.append(bytearray(10**7))",
-        "for n in range(1000): open(f'/tmp/{n}', 'wb').write(bytes(8 * 10**6))",
-        "open('/tmp/x', 'wb').write(bytes(10**7))",
-        "import os\nfiles = [os.open('/dev/null', 0) for _ in range(1000)]",
-        "import resource; resource.setrlimit(resource.RLIMIT_AS, (2**40, 2**40))",
-        "import sys; sys.setrecursionlimit(10**9)\ndef f(): f()\nf()",
-        "import ctypes; ctypes.string_at(0)",
+        ("import os\nwhile True: os.fork()", "PermissionError"),
+        ("import subprocess; subprocess.run(['/usr/bin/true'])", "PermissionError"),
+        ("import os; os.execv(os.sys.executable, ['python'])", "PermissionError"),
+        ("import os; os.memfd_create('x')", "PermissionError"),
+        ("x = bytearray(10**10)", "MemoryError"),
+        ("x = []\nwhile True: x.append(bytearray(10**7))", "MemoryError"),
+        ("for n in range(1000): open(f'/tmp/{n}', 'wb').write(bytes(8 * 10**6))", "No space left"),
+        ("open('/tmp/x', 'wb').write(bytes(10**7))", "File too large"),
+        ("import os\nfiles = [os.open('/dev/null', 0) for _ in range(1000)]", "Too many open files"),
+        ("import resource; resource.setrlimit(resource.RLIMIT_AS, (2**40, 2**40))", "ValueError"),
+        ("import sys; sys.setrecursionlimit(10**9)\ndef f(): f()\nf()", ""),
+        ("import ctypes; ctypes.string_at(0)", ""),
     ],
 )  # fmt: skip
-def test_processes_memory_and_files_are_bounded(attack: str) -> None:
-    assert not printed(attack)[0]
+def test_processes_memory_and_files_are_bounded(attack: str, error: str) -> None:
+    ended, _, errors = printed(attack, timeout_s=20.0)
+    assert not ended and error in errors
     assert printed("print(1)") == (True, "1\n", ""), "and the next program runs as ever"
 
 
