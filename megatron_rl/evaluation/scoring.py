@@ -30,7 +30,7 @@ from megatron_rl.types import Prompt, Reward, RewardOutcome, Sample, StopReason
 _SHOWN = 5
 _EQUAL = 1e-6
 _TEXTS = ("response", "text", "completion")
-_GROUPS = ("prompt_id", "group_id")
+_GROUPS = ("prompt_id", "group_id", "group")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ def _sample(row: Row) -> Sample:
     name = next((str(others[key]) for key in _GROUPS if key in others), asked)
     prompt = Prompt(id=name, token_ids=np.zeros(1, np.int64), text=asked, label=row.label, metadata=others, messages=messages)
     sample = Sample.written(prompt, [0] * int(others.get("num_tokens") or 0), text=text)
-    return replace(sample, stop_reason=StopReason.LENGTH) if others.get("stop_reason") == "length" else sample
+    return replace(sample, stop_reason=StopReason.LENGTH) if "length" in (others.get("stop_reason"), others.get("stop")) else sample
 
 
 def _number(row: Row, column: str) -> float:

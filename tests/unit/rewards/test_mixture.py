@@ -1,16 +1,13 @@
 """Sums of rewards and the choice by a field of the row, called as a worker calls them; labels that do not score themselves."""
 
-import asyncio
 import json
 from typing import Any
 
 import numpy as np
 import pytest
 
-from megatron_rl.config.settings import RewardSettings
 from megatron_rl.errors import UserError
-from megatron_rl.rewards.gold import gold_sample, wrong_golds
-from megatron_rl.rewards.runner import RewardRunner
+from megatron_rl.rewards.right_responses import right_response
 from megatron_rl.rewards.worker import call_all, form_of
 from megatron_rl.types import Prompt, Reward, RewardOutcome, Sample
 
@@ -68,14 +65,24 @@ def test_a_name_that_is_no_built_in_reward_is_refused() -> None:
 
 
 def test_labels_that_do_not_score_themselves_are_found() -> None:
-    rows = [("math", "\\frac{1}{2}"), ("math", ""), ("math", "(1, 2)"), ("letters", "B"), ("letters", "46"), ("other", "x")]
-    ids = np.array([1])
-    prompts = [Prompt(id=str(number), token_ids=ids, text="", label=label, metadata={"of": of}) for number, (of, label) in enumerate(rows)]
-    reward = RewardSettings(function="by_row", args={"key": "of", "functions": {"math": "math", "letters": "choice"}})
-    with RewardRunner(reward) as runner:
-        runner.probe(prompts[0])
-        wrong = asyncio.run(wrong_golds(prompts, runner, reward))
-    assert [prompt.id for prompt, _ in wrong] == ["1", "4", "5"]
-    assert "'46'" in wrong[1][1] and "needs one of the letters" in wrong[1][1] and "the row's of is 'other'" in wrong[2][1]
-    unread = [RewardSettings(function=name) for name in ("code", "my:score", "regex")]
-    assert [gold_sample(prompts[0], settings) for settings in unread] == [None] * 3
+    rows = [
+        ("math", "\\frac{1}{2}"),
+        ("math", ""),
+        ("math", "$(1, 2)$"),
+        ("letters", "B"),
+        ("letters", "46"),
+        ("words", "x"),
+        ("other", "x"),
+    ]
+    prompts = [Prompt(id="p", token_ids=np.array([1]), text="", label=label, metadata={"of": of}) for of, label in rows]
+    words = {"function": "exact", "args": {"extract": "<(.*)>"}}
+    args = {"key": "of", "functions": {"math": "math", "letters": {"function": "choice"}, "words": words}}
+    responses = [right_response(prompt, "by_row", args) for prompt in prompts[:-1]]
+    assert responses == ["\\boxed{\\frac{1}{2}}", "\\boxed{}", "$(1, 2)$", "B", "46", None]
+    values = [
+        call("by_row", args, text or "", prompt.label, of=of).value for (of, _), prompt, text in zip(rows, prompts, responses, strict=False)
+    ]
+    assert values[:5] == [1.0, None, 1.0, 1.0, None]
+    with pytest.raises(ValueError, match="the row's of is 'other'"):
+        right_response(prompts[-1], "by_row", args)
+    assert [right_response(prompts[0], name, {}) for name in ("code", "my:score", "regex", None)] == [None] * 4
