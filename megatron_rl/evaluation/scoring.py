@@ -88,7 +88,7 @@ def read_reward(words: str) -> RewardSettings:
 
 
 def _sample(row: Row) -> Sample:
-    others = row.metadata
+    others = {**row.metadata, **(nested if isinstance(nested := row.metadata.get("metadata"), Mapping) else {})}
     text = row.response if row.response is not None else next((others[name] for name in _TEXTS if isinstance(others.get(name), str)), None)
     if text is None:
         raise UserError(f"{row.origin}: no field {' or '.join(map(repr, _TEXTS))} with a text, needs the response to score; add it")
