@@ -46,6 +46,7 @@ def url() -> Iterator[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(540)
 @pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap (Debian: apt-get install bubblewrap)")
 def test_every_kind_of_reward_scores_a_run(chat_task: Path, tmp_path: Path, url: str, start: Callable[..., Any]) -> None:
     ASKED.clear()
@@ -70,6 +71,7 @@ def test_every_kind_of_reward_scores_a_run(chat_task: Path, tmp_path: Path, url:
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = {
         "data.train": tmp_path / "rows.jsonl", "data.prompts_per_step": len(rows), "rollout.max_staleness": 1,
+        "objective.off_policy": "{mode: truncate, high: 2.0}",
         "reward.function": "by_row", "reward.args": json.dumps({"key": "kind", "functions": functions}), "reward.max_error_rate": 0,
         "eval.sets": json.dumps({
             "all": {"data": str(tmp_path / "rows.jsonl"), "samples": 2},
@@ -78,7 +80,7 @@ def test_every_kind_of_reward_scores_a_run(chat_task: Path, tmp_path: Path, url:
     }  # fmt: skip
     overrides = [f"{name}={value}" for name, value in settings.items()]
     run = start(*chat_arguments(chat_task, tmp_path / "run", *overrides, rollout="rollout.max_turns=1"))
-    assert run.wait() == 0, run.output
+    assert run.wait(timeout_s=480.0) == 0, run.output
     steps = metrics(tmp_path / "run")
     assert all(steps[step]["train/log_prob_diff"] <= 1e-4 and steps[step]["rollout/num_samples"] == 2 * len(rows) for step in (1, 2))
     assert min(ASKED["/grade"], ASKED["/v1/chat/completions"]) >= 2 * 2 + 2, "in each step and in the evaluations"
