@@ -1,7 +1,7 @@
 """The command line.
 
-Commands are `train`, `eval`, `data`, `report`, `plan`, `models`, `convert`, `serve`,
-`verify-checkpoint`, `check-plugin` and `doctor`.
+Commands are `train`, `eval`, `data`, `score`, `compare`, `report`, `plan`, `models`, `convert`,
+`serve`, `verify-checkpoint`, `check-plugin` and `doctor`.
 
 Heavy modules are imported inside the command with the need, so that help and mistakes answer at
 once.
@@ -157,6 +157,38 @@ def data(words: tuple[str, ...]) -> None:
     sets, seed = settings.eval.sets, settings.run.seed
     prompts = RunPrompts.read(settings.model.path, settings.data, sets=sets, seed=seed, supervised=settings.supervised)
     print("\n".join(detailed_overview(prompts)))
+
+
+@cli.command(short_help="Score a file of responses, and compare rewards.")
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--reward", "rewards", multiple=True, required=True, help="A name, MODULE:FUNCTION, or YAML {function: .., args: ..}.")
+@click.option("--column", help="Field with a number, to compare with: reward, of the answers that an evaluation kept.")
+@click.option("--label-key", help="Field with the right answer, or a path such as reward_model.ground_truth.")
+@click.option("--out", type=click.Path(path_type=Path), help="File for all of it as JSON.")
+def score(file: Path, rewards: tuple[str, ...], column: str | None, label_key: str | None, out: Path | None) -> None:
+    """Score the responses in FILE, rows with prompt, label and response or text, by each --reward, without a model.
+
+    Print outcomes, the slowest calls, and the rows on which two rewards, or one and a column, differ. Example:
+
+    megatron-rl score runs/first/evaluation/step-000010/aime24.jsonl --reward math --reward my.rewards:score --column reward
+    """
+    from megatron_rl.evaluation.scoring import read_reward, score_file
+
+    score_file(file, [read_reward(words) for words in rewards], column=column, label_key=label_key, out=out)
+
+
+@cli.command(short_help="Say if runs differ on their evaluation sets.")
+@click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="RUN RUN...")
+@click.option("--step", type=click.IntRange(0), help="Step to compare at; the last that all runs evaluated when not given.")
+@click.option("--out", type=click.Path(path_type=Path), default=Path("comparison.png"), show_default=True, help="Picture of the curves.")
+def compare(runs: tuple[Path, ...], step: int | None, out: Path) -> None:
+    """Compare each RUN with the first by their kept answers: a paired bootstrap over the prompts of each set that both have.
+
+    RUN is a run.directory, or what `megatron-rl eval` wrote. Curves of all are drawn into one picture.
+    """
+    from megatron_rl.report.compared_runs import compare_runs
+
+    compare_runs(runs, step=step, out=out)
 
 
 @cli.command(short_help="Draw the curves of a run, whether it has ended or not.")

@@ -3,14 +3,13 @@
 A dataset whose verifier does not give 1 to its own answers teaches nothing, and is refused when rows are made.
 """
 
-import functools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import reasoning_gym
 
-from megatron_rl.types import Sample
+from megatron_rl.rewards.reasoning_gym import verifier
 
 DATASETS: dict[str, dict[str, Any]] = {
     "spell_backward": {"min_word_len": 3, "max_word_len": 4},
@@ -38,15 +37,3 @@ def rows(seed: int) -> Iterator[dict[str, Any]]:
     made = [rows_of(name, seed=seed, size=2**16, **settings) for name, settings in DATASETS.items()]
     for together in zip(*made, strict=True):
         yield from together
-
-
-@functools.cache
-def verifier(name: str) -> Callable[[Any, dict[str, Any]], float]:
-    """Return the dataset's own score of an answer to an entry, 0 to 1."""
-    return reasoning_gym.get_score_answer_fn(name)
-
-
-def score(*, sample: Sample) -> float:
-    """Score a response by the verifier of its row's dataset."""
-    entry = json.loads(json.dumps(sample.prompt.metadata["entry"], default=dict))
-    return verifier(sample.prompt.metadata["dataset"])(sample.response_text, entry)

@@ -30,7 +30,7 @@ case $name in
     # Each trajectory starts a Python, which imports openai for half a second.
     black_box) own=("rollout.agent={command: [$python, examples/agents/black_box.py]}" data.prompts_per_step=8 data.samples_per_prompt=4 eval.interval=0) ;;
     # One short answer a trajectory: steps take a second.
-    reasoning) own=(reward.function=examples.agents.reasoning:score run.num_steps=40 eval.interval=20) ;;
+    reasoning) own=(reward.function=reasoning_gym run.num_steps=40 eval.interval=20) ;;
     *) fail "'$name' is no example, needs one of shop, nim, pair, black_box and reasoning (bash $0 --help)" ;;
 esac
 

@@ -170,7 +170,8 @@ class RewardSettings(Section):
     """The reward function, run in isolated worker processes."""
 
     function: str | None = Field(
-        "megatron_rl.rewards.math:score", description="package.module:function, sync or async; null where an environment gives rewards."
+        "megatron_rl.rewards.math:score",
+        description="package.module:function, or the name of a built-in one, as math or code; null where an environment gives rewards.",
     )
     args: dict[str, Any] = Field(default_factory=dict, description="Own arguments of the function, by the names that it gives them.")
     timeout_s: Seconds = Field(30.0, description="Deadline of one call, in seconds; the worker is then killed.")

@@ -19,13 +19,11 @@ from megatron_rl.engines.sampling import Sampling
 from megatron_rl.errors import TrajectoryError, UserError
 from megatron_rl.evaluation.evaluator import Evaluator, SetResult
 from megatron_rl.rewards.runner import RewardRunner, scores_of_sets
+from megatron_rl.rewards.servers import post_json
 from megatron_rl.rollout.generator import together
 from megatron_rl.rollout.groups import ATTEMPTS, Score
 from megatron_rl.types import Failure, Group, Prompt, Sample, StopReason
 
-_BACKOFF_S = 1.0
-_AGAIN = (408, 409, 429)
-"""Refusals after which a request is repeated, besides those from 500 on."""
 _OPENAI = ("temperature", "top_p", "frequency_penalty", "presence_penalty", "max_tokens")
 _EXTENSIONS: dict[str, Any] = {"top_k": None, "min_p": 0.0, "repetition_penalty": 1.0}
 """Fields that are none of OpenAI's, sent where they differ from these values."""
@@ -49,12 +47,14 @@ class RemoteModel:
     async def answer(self, prompt: Prompt, *, name: str, num_samples: int, sampling: Sampling) -> Group:
         """Return `num_samples` answers with rewards; a request that fails ATTEMPTS times is a failure of the group."""
         score = self._scores.get(name, self._score)
-        made = await together(self._sample(prompt, index, sampling, score) for index in range(num_samples))
+        made = await together(self._sample(prompt, index, sampling) for index in range(num_samples))
         samples = [each for each in made if isinstance(each, Sample)]
-        numbered = tuple(replace(each, index=index) for index, each in enumerate(samples))
+        rewards = await asyncio.gather(*map(score, samples))
+        scored = enumerate(zip(samples, rewards, strict=True))
+        numbered = tuple(replace(each, index=index, reward=reward) for index, (each, reward) in scored)
         return Group(prompt.id, prompt, numbered, tuple(each for each in made if isinstance(each, Failure)))
 
-    async def _sample(self, prompt: Prompt, index: int, sampling: Sampling, score: Score) -> Sample | Failure:
+    async def _sample(self, prompt: Prompt, index: int, sampling: Sampling) -> Sample | Failure:
         is_chat = prompt.metadata[_IS_CHAT]
         extended = {name: getattr(sampling, name) for name, usual in _EXTENSIONS.items() if getattr(sampling, name) != usual}
         fields = {"model": self._name, **{name: getattr(sampling, name) for name in _OPENAI}, **extended, "seed": index}
@@ -64,28 +64,11 @@ class RemoteModel:
         fields |= {"stop": list(sampling.stop), **dict.fromkeys(_KEEPS_STOP, True)} if sampling.stop else {}
         fields |= {"stop_token_ids": list(sampling.stop_token_ids)} if sampling.stop_token_ids else {}
         try:
-            sample = _read(await self._post("chat/completions" if is_chat else "completions", fields), prompt)
+            path = "chat/completions" if is_chat else "completions"
+            options: dict[str, Any] = {"attempts": ATTEMPTS, "deadline": "model.deadline_s", "slot": self._slots}
+            return _read(await post_json(self._session, f"{self._url}/{path}", fields, **options), prompt)
         except TrajectoryError as error:
             return Failure(error.cause, str(error))
-        return replace(sample, reward=await score(sample))
-
-    async def _post(self, path: str, fields: dict[str, Any]) -> Any:
-        """Return the JSON of an answer. Raises TrajectoryError after ATTEMPTS failures, or one that repeats would not mend."""
-        for attempt in range(ATTEMPTS):
-            try:
-                async with self._slots, self._session.post(f"{self._url}/{path}", json=fields) as response:
-                    if response.status < 400:
-                        return await response.json()
-                    reason = f"the server refused it ({response.status}): {(await response.text())[:500]}"
-                    failure = TrajectoryError("error", reason)
-                    if response.status < 500 and response.status not in _AGAIN:
-                        raise failure
-            except TimeoutError:
-                failure = TrajectoryError("timeout", "no answer within the deadline of a request (model.deadline_s)")
-            except (aiohttp.ClientError, ValueError) as error:
-                failure = TrajectoryError("error", f"no answer: {type(error).__name__}: {error}")
-            await asyncio.sleep(_BACKOFF_S * 2**attempt)
-        raise failure
 
 
 def _read(answer: Any, prompt: Prompt) -> Sample:
@@ -119,6 +102,7 @@ async def _evaluate(settings: Settings, url: str) -> list[SetResult]:
     async with AsyncExitStack() as stack:
         options: dict[str, Any] = {"num_workers": reward_workers(), "log_path": log_path}
         rewards = stack.enter_context(RewardRunner(settings.reward, **options))
+        rewards.probe(next(iter(prompts.values()))[0])
         workers = stack.enter_context(ExitStack())
         scores = scores_of_sets(sets, settings.reward, prompts=prompts, stack=workers, **options)
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}

@@ -26,7 +26,12 @@ PluginKind = Literal["reward", "rollout", "environment", "filter", "advantage", 
 
 
 class Reward(Protocol):
-    """`reward.function`: the quality of a sample. Runs in worker processes, sync or async."""
+    """`reward.function`: the quality of a sample. Runs in worker processes, sync or async.
+
+    Async ones are called for up to 64 samples at the same time in a worker. A sync function that
+    takes `samples` instead gets those of a whole group, the last of each trajectory, and returns a
+    result for each.
+    """
 
     def __call__(self, *, sample: "Sample") -> float | Mapping[str, float | str | None]:
         """Return a finite number, or a mapping with the key `reward`; other numbers are recorded.
@@ -165,6 +170,15 @@ class Kind:
 
 AGENT = Kind(setting="rollout.agent.function", args_setting="rollout.args", arguments=("prompt", "base_url", "api_key"))
 """The other signature of a rollout."""
+GROUP_REWARD = Kind(setting="reward.function", args_setting="reward.args", arguments=("samples",))
+"""The other signature of a reward, for all trajectories of a group together."""
+BUILT_IN_REWARDS: Mapping[str, str] = MappingProxyType({
+    **{name: f"megatron_rl.rewards.{name}:score" for name in ("math", "code", "reasoning_gym")},
+    **{name: f"megatron_rl.rewards.text:{name}" for name in ("exact", "regex", "choice", "tags", "overlong")},
+    **{name: f"megatron_rl.rewards.servers:{name}" for name in ("remote", "judge")},
+    **{name: f"megatron_rl.rewards.mixture:{name}" for name in ("mixture", "by_row")},
+})  # fmt: skip
+"""Names of our own rewards, each short for a path."""
 KINDS: Mapping[PluginKind, Kind] = MappingProxyType({
     "reward": Kind(setting="reward.function", args_setting="reward.args", arguments=("sample",)),
     "rollout": Kind(

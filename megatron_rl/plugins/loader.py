@@ -20,7 +20,7 @@ from pydantic_core import ErrorDetails
 
 from megatron_rl.errors import UserError
 from megatron_rl.plugins.environment import Environment
-from megatron_rl.plugins.kinds import AGENT, KINDS, Kind, PluginKind
+from megatron_rl.plugins.kinds import AGENT, BUILT_IN_REWARDS, GROUP_REWARD, KINDS, Kind, PluginKind
 from megatron_rl.system.deadlines import PLUGIN_IMPORT_S
 
 
@@ -34,6 +34,8 @@ def load(path: str, *, kind: PluginKind, args: Mapping[str, Any] = MappingProxyT
     """
     spec = AGENT if as_agent else KINDS[kind]
     function = _find(path, setting=spec.setting)
+    if kind == "reward" and _takes_group(function, path):
+        spec = GROUP_REWARD
     if kind == "environment" and not (inspect.isclass(function) and issubclass(function, Environment)):
         raise UserError(f"{spec.setting} {path} is no subclass of megatron_rl.Environment; write `class Name(Environment)`")
     own = _own_parameters(function, path=path, spec=spec)
@@ -95,6 +97,8 @@ def kind_of(path: str) -> PluginKind:
         return "environment"
     if is_agent(path):
         return "rollout"
+    if _takes_group(function, path):
+        return "reward"
     # A data source is the only other class; `seed` may be an own argument of a function.
     kinds = {kind: spec for kind, spec in KINDS.items() if inspect.isclass(function) == (kind == "data_source") and spec.arguments}
     fitting: list[PluginKind] = [kind for kind, spec in kinds.items() if named >= set(spec.arguments)]
@@ -110,6 +114,11 @@ def is_agent(path: str) -> bool:
     return not inspect.isclass(function) and _signature(function, path=path, setting="plug-in").parameters.keys() >= set(AGENT.arguments)
 
 
+def _takes_group(function: Callable[..., Any], path: str) -> bool:
+    names = _signature(function, path=path, setting=GROUP_REWARD.setting).parameters.keys()
+    return names >= set(GROUP_REWARD.arguments) and "sample" not in names
+
+
 def _signature(function: Callable[..., Any], *, path: str, setting: str) -> inspect.Signature:
     try:
         return inspect.signature(function)
@@ -118,9 +127,11 @@ def _signature(function: Callable[..., Any], *, path: str, setting: str) -> insp
 
 
 def _find(path: str, *, setting: str) -> Callable[..., Any]:
-    module_name, colon, name = path.partition(":")
+    is_reward = setting == GROUP_REWARD.setting
+    module_name, colon, name = (BUILT_IN_REWARDS.get(path, path) if is_reward else path).partition(":")
     if not (module_name and colon and name):
-        raise UserError(f"{setting} is {path!r}, needs the form package.module:function")
+        own = f", or one of the names {', '.join(BUILT_IN_REWARDS)}" if is_reward else ""
+        raise UserError(f"{setting} is {path!r}, needs the form package.module:function{own}")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:

@@ -59,9 +59,20 @@ def drawable(steps: Steps) -> list[Panel]:
     return [panel for panel in panels if any(_points(steps, metric)[0] for metric in panel.curves.values())]
 
 
-def draw_curves(steps: Steps, *, title: str) -> bytes:
-    """Return a PNG with every measured panel, three in a row. Raises ValueError without any."""
-    shown = drawable(steps)
+def draw_comparison(runs: Mapping[str, Steps], *, title: str) -> bytes:
+    """Return a PNG with a panel for each held-out set, and a curve in it for each run."""
+    steps: dict[int, dict[str, float]] = {}
+    for run, of_run in runs.items():
+        for step, values in of_run.items():
+            steps.setdefault(step, {}).update({f"{run}/{name}": value for name, value in values.items()})
+    sets = dict.fromkeys(name for of_run in runs.values() for values in of_run.values() for name in values)
+    panels = [Panel(f"{name}, held-out", {run: f"{run}/{name}" for run in runs}, sparse=True) for name in sets]
+    return draw_curves(dict(sorted(steps.items())), title=title, panels=panels)
+
+
+def draw_curves(steps: Steps, *, title: str, panels: Sequence[Panel] | None = None) -> bytes:
+    """Return a PNG with these panels, three in a row, or every measured one. Raises ValueError without any."""
+    shown = drawable(steps) if panels is None else panels
     if not shown:
         raise ValueError("nothing was measured in this run, so there are no curves to draw")
     columns = min(3, len(shown))

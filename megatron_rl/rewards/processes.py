@@ -70,6 +70,9 @@ def start_tracker() -> None:
 def lead_session(log_path: Path | None) -> None:
     """Begin a session in a worker, to end with the parent; print to `log_path` or standard error."""
     os.setsid()
+    # A worker ends before trainer and engines where the machine's memory does; some containers forbid it.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
     # A holder of it commands the run's Ray.
     os.environ.pop("RAY_AUTH_TOKEN", None)
     # A daemon made by the reward function becomes a child of this worker, not of init, and ends

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -19,7 +20,7 @@ from megatron_rl.config.settings import RewardSettings
 from megatron_rl.errors import UserError
 from megatron_rl.plugins.kinds import KINDS
 from megatron_rl.rewards.processes import WorkerContext, lead_session, start_tracker, worker_states
-from megatron_rl.rewards.worker import call_all, check_function
+from megatron_rl.rewards.worker import Form, call_all, form_of, late
 from megatron_rl.system.deadlines import NAMED_S, PLUGIN_IMPORT_S, REWARD_TAKE_S
 from megatron_rl.system.files import disk_errors
 from megatron_rl.types import Prompt, Reward, RewardOutcome, Sample
@@ -31,6 +32,7 @@ POLL_S = 1.0
 TASK_S = 0.02
 """Seconds of work that a worker is given at once: long against the 0.2 ms that giving costs, short against what anybody waits for."""
 MAX_CALLS = 64  # calls that a worker is given at once, however fast they are
+ASYNC_END_S = 5.0  # from the deadline of async calls to the end of a worker whose event loop is blocked
 
 
 class RewardRunner(AbstractContextManager["RewardRunner", None]):
@@ -41,6 +43,8 @@ class RewardRunner(AbstractContextManager["RewardRunner", None]):
     at the recent pace. Where one call stops the worker, or hangs, all are repeated, each alone, so
     that every call has a separate outcome. Workers are replaced when none takes a call for
     REWARD_TAKE_S seconds; `note` is called before. Printed output goes to `log_path`, where given.
+    `probe` finds out if the function is async, or takes the samples of a group, which are requested in
+    the same moment.
     """
 
     def __init__(
@@ -55,6 +59,8 @@ class RewardRunner(AbstractContextManager["RewardRunner", None]):
         self._num_calls, self._progress_s, self._noted = 0, 0.0, False
         # The collected calls, and the task that makes them.
         self._together: tuple[list[Sample], asyncio.Task[list[Reward]]] | None = None
+        self.form: Form = "sample"
+        """Found by `probe`."""
         self._pool = self._make_pool()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -69,7 +75,7 @@ class RewardRunner(AbstractContextManager["RewardRunner", None]):
         """Import the function, check the signature and call it once. Raises UserError."""
         path = self._settings.function
         try:
-            problem = self._begin(check_function, timeout_s=PLUGIN_IMPORT_S).result()
+            form = self._begin(form_of, timeout_s=PLUGIN_IMPORT_S).result()
         except FutureTimeout as error:
             raise UserError(f"{SETTING} {path} is not imported after {PLUGIN_IMPORT_S:.0f} s; move slow work out of its module") from error
         except ProcessExpired as error:
@@ -77,10 +83,10 @@ class RewardRunner(AbstractContextManager["RewardRunner", None]):
         except BrokenProcessPool as error:
             where = self._log_path or "what they print"
             raise UserError(f"the reward workers end as soon as they start; look for the reason in {where}") from error
-        if problem is not None:
-            raise UserError(problem)
-        calling = self._begin(call_all, timeout_s=self._settings.timeout_s, samples=[Sample.written(prompt, text=response)])
-        (reward,) = self._read(calling) or [_killed(1)]
+        if isinstance(form, UserError):
+            raise form
+        self.form = form
+        (reward,) = self._read(self._call([Sample.written(prompt, text=response)])) or [_killed(1)]
         if reward.outcome is not RewardOutcome.SCORED:
             raise UserError(
                 f"{SETTING} {path} gave no reward for a probe (prompt {prompt.id}, response {response!r}, label {prompt.label!r}):"
@@ -99,28 +105,42 @@ class RewardRunner(AbstractContextManager["RewardRunner", None]):
         # Experts are megabytes of a long sample, and no reward needs records of an engine.
         records = sample.routed_experts is not None or sample.candidates is not None
         samples.append(replace(sample, routed_experts=None, candidates=None) if records else sample)
-        if len(samples) >= MAX_CALLS or len(samples) * self._call_s >= TASK_S:
-            self._together = None
         return (await asyncio.shield(task))[index]
 
     async def _score_collected(self, samples: list[Sample]) -> list[Reward]:
         """Return the rewards of `samples`, collected until this task has its first turn."""
         if self._together is not None and self._together[0] is samples:
             self._together = None
-        return await self._score(samples)
+        if self.form == "group":
+            ids = [sample.group_id for sample in samples]
+            tasks = [[index for index, name in enumerate(ids) if name == group] for group in dict.fromkeys(ids)]
+        else:
+            size = MAX_CALLS if self.form == "async" else max(1, min(MAX_CALLS, math.ceil(TASK_S / self._call_s)))
+            tasks = [list(range(begin, len(samples)))[:size] for begin in range(0, len(samples), size)]
+        made = await asyncio.gather(*(self._score([samples[index] for index in task]) for task in tasks))
+        found = {index: reward for task, rewards in zip(tasks, made, strict=True) for index, reward in zip(task, rewards, strict=True)}
+        return [found[index] for index in range(len(samples))]
 
     async def _score(self, samples: Sequence[Sample]) -> list[Reward]:
         # When all workers are lost while none is at work (the system may kill idle ones for memory), again.
         for _ in range(MAX_ATTEMPTS):
-            future = self._begin(call_all, timeout_s=self._settings.timeout_s, samples=samples)
-            rewards = await self._outcome(future, pool=self._pool)
+            rewards = await self._outcome(self._call(samples), pool=self._pool)
             if rewards is not None:
                 break
         else:
             rewards = [_killed(MAX_ATTEMPTS)] * len(samples)
         if len(rewards) == len(samples):
             return rewards
+        if self.form == "group":
+            return rewards * len(samples)
         return [reward for alone in await asyncio.gather(*(self._score([sample]) for sample in samples)) for reward in alone]
+
+    def _call(self, samples: Sequence[Sample]) -> ProcessFuture[Any]:
+        timeout_s = self._settings.timeout_s
+        # Async calls end by themselves.
+        of_worker_s = timeout_s + ASYNC_END_S * (self.form == "async")
+        options = {"samples": samples, "form": self.form, "call_timeout_s": timeout_s}
+        return self._begin(call_all, timeout_s=of_worker_s, **options)
 
     def _begin(self, function: Callable[..., Any], *, timeout_s: float, **arguments: Any) -> ProcessFuture[Any]:
         if not self._pool.active:
@@ -175,9 +195,10 @@ class RewardRunner(AbstractContextManager["RewardRunner", None]):
     def _read(self, future: ProcessFuture[Any]) -> list[Reward] | None:
         """Return a reward for each call, or one for all of a lost worker; None if none began."""
         try:
-            rewards, self._call_s = future.result()
+            rewards, call_s = future.result()
+            self._call_s = max(call_s, TASK_S / MAX_CALLS)
         except FutureTimeout:
-            return [Reward(outcome=RewardOutcome.TIMEOUT, message=f"no reward after {self._settings.timeout_s:g} s (reward.timeout_s)")]
+            return [Reward(outcome=RewardOutcome.TIMEOUT, message=late(self._settings.timeout_s))]
         except ProcessExpired as error:
             message = f"the worker process ended during the call (exit status {error.exitcode})"
             return [Reward(outcome=RewardOutcome.ERROR, message=message)]

@@ -13,12 +13,15 @@ import numbers
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from megatron_rl.errors import UserError
 from megatron_rl.plugins.loader import load
 from megatron_rl.types import Reward, RewardOutcome, Sample
 
+Form = Literal["sample", "async", "group"]
+"""The call of a reward function: for one sample, for many at the same time, or for a whole group."""
+MOST_MESSAGE = 10_000  # characters of a failure that are kept, with each sample in the buffer
 REWARD_KEY = "reward"  # the item of a returned dict that is the reward; the others are recorded as its components
 ANSWER_KEY = "answer"  # but for this one, the answer extracted from the response
 
@@ -29,44 +32,78 @@ def load_score(path: str, args: str) -> Callable[..., Any]:
     return load(path, kind="reward", args=json.loads(args))
 
 
-def check_function(path: str, args: str) -> str | None:
-    """Return the fault of the function at `path` or of its arguments, None when callable."""
+def form_of(path: str, args: str) -> Form | UserError:
+    """Return the form of the function at `path`, or its fault, or that of its arguments."""
+    from megatron_rl.rewards.mixture import parts_of
+
     try:
-        load_score(path, args)
+        function = load_score(path, args)
     except UserError as error:
-        return str(error)
-    return None
+        return error
+    inner, own = (function.func, function.keywords) if isinstance(function, functools.partial) else (function, {})
+    if "samples" in inspect.signature(inner).parameters:
+        return "group"
+    forms = [form_of(part.function, json.dumps(part.args)) for part in parts_of(inner, own)]
+    fault = next((form for form in forms if isinstance(form, UserError)), None)
+    if fault is not None or "group" in forms:
+        return fault or UserError(f"reward.function {path} has a part that takes samples, needs parts that take one; call it from your own")
+    return "async" if inspect.iscoroutinefunction(inner) or "async" in forms else "sample"
 
 
-def call_all(path: str, args: str, *, samples: Sequence[Sample]) -> tuple[list[Reward], float]:
-    """Score samples one after the other, and measure the seconds of the slowest call."""
-    rewards, slowest_s = [], 0.0
-    for sample in samples:
+def call_all(path: str, args: str, *, samples: Sequence[Sample], form: Form, call_timeout_s: float) -> tuple[list[Reward], float]:
+    """Score samples one after the other, async calls together; return the seconds of the slowest call, too.
+
+    An async call ends with a timeout after `call_timeout_s`, the others of a worker with the worker.
+    """
+    if form == "async":
+        return asyncio.run(_gather(path, args, samples, call_timeout_s)), 0.0
+    rewards, slowest_s = list[Reward](), 0.0
+    for part in [list(samples)] if form == "group" else [[sample] for sample in samples]:
         start = time.monotonic()
-        rewards.append(_call(path, args, sample))
+        try:
+            score = load_score(path, args)
+            results = score(samples=part) if form == "group" else [score(sample=part[0])]
+            if not isinstance(results, Sequence) or len(results) != len(part):
+                got = f"{len(results)} results" if isinstance(results, Sequence) else f"a {type(results).__name__}"
+                raise TypeError(f"reward.function {path} returned {got} for a group of {len(part)} samples, needs a result for each")
+            rewards += [_outcome(path, result) for result in results]
+        except BaseException as error:  # the boundary where a user's error, exit or interrupt becomes an outcome
+            rewards += [_failed(error)] * len(part)
         slowest_s = max(slowest_s, time.monotonic() - start)
     return rewards, slowest_s
 
 
-def _call(path: str, args: str, sample: Sample) -> Reward:
-    """Score one sample; whatever the user's function does becomes an outcome."""
-    try:
-        result = load_score(path, args)(sample=sample)
-        if inspect.isawaitable(result):
-            result = asyncio.run(_wait(result))
-    except BaseException as error:  # the boundary where a user's error, exit or interrupt becomes an outcome
-        line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-        headline = f"{type(error).__name__}: {line}".removesuffix(": ")
-        return Reward(outcome=RewardOutcome.ERROR, message=f"{headline}\n{traceback.format_exc()}")
+async def _gather(path: str, args: str, samples: Sequence[Sample], timeout_s: float) -> list[Reward]:
+    async def call(sample: Sample) -> Reward:
+        try:
+            result = load_score(path, args)(sample=sample)
+            async with asyncio.timeout(timeout_s) as timeout:
+                return _outcome(path, await result if inspect.isawaitable(result) else result)
+        except BaseException as error:  # as above
+            if timeout.expired():
+                return Reward(RewardOutcome.TIMEOUT, message=late(timeout_s))
+            return _failed(error)
+
+    return await asyncio.gather(*map(call, samples))
+
+
+def late(timeout_s: float) -> str:
+    """Return the message of a call without a result in time."""
+    return f"no reward after {timeout_s:g} s (reward.timeout_s)"
+
+
+def _failed(error: BaseException) -> Reward:
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    headline = f"{type(error).__name__}: {line}".removesuffix(": ")
+    return Reward(RewardOutcome.ERROR, message=f"{headline}\n{''.join(traceback.format_exception(error))}"[:MOST_MESSAGE])
+
+
+def _outcome(path: str, result: object) -> Reward:
     try:
         value, components, answer = read_result(result, name=f"reward.function {path}")
     except (TypeError, ValueError, OverflowError) as error:
-        return Reward(outcome=RewardOutcome.ERROR, message=str(error))
+        return Reward(outcome=RewardOutcome.ERROR, message=str(error)[:MOST_MESSAGE])
     return Reward(outcome=RewardOutcome.SCORED, value=value, components=components, answer=answer)
-
-
-async def _wait(result: Any) -> Any:
-    return await result
 
 
 def read_result(result: object, *, name: str) -> tuple[float, dict[str, float], str | None]:

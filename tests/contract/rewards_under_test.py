@@ -1,6 +1,7 @@
 """Reward functions of every kind that a user may write."""
 
 import asyncio
+import ctypes
 import os
 import subprocess
 import sys
@@ -103,3 +104,34 @@ def makes_a_daemon(*, sample):
     if sample.response_text == "hang":
         time.sleep(60)
     return 1.0
+
+
+def rank(*, samples):
+    """A response's place among those of its group by length, the shortest first."""
+    lengths = sorted(len(sample.response_text) for sample in samples)
+    return [float(lengths.index(len(sample.response_text))) for sample in samples]
+
+
+def by_first(*, samples):
+    """What the first response asks for."""
+    if samples[0].response_text == "hang":
+        time.sleep(60)
+    if samples[0].response_text == "segfault":
+        ctypes.string_at(0)
+    return {"too few": [], "mapping": {"reward": 1.0}}.get(samples[0].response_text, [1.0] * len(samples))
+
+
+async def later_by_response(*, sample):
+    """A call that waits as many seconds as the response says, blocks the loop, or does what it asks for."""
+    if sample.response_text == "block":
+        time.sleep(60)
+    if sample.response_text == "raise":
+        raise KeyError("no such answer" + "!" * 10**6)
+    await asyncio.sleep(float(sample.response_text))
+    return 1.0
+
+
+def memory_order(*, sample):
+    """The order in which the system ends processes for memory, the highest first."""
+    with open("/proc/self/oom_score_adj") as file:
+        return float(file.read())

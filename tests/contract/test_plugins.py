@@ -22,6 +22,8 @@ EXAMPLES = {
 }
 OURS = [
     ("reward", "megatron_rl.rewards.math:score"),
+    ("reward", "tags"),
+    ("reward", "rewards_under_test:rank"),
     ("rollout", "megatron_rl.rollout.groups:single_turn"),
     ("rollout", "two_turns:rollout"),
     ("rollout", "cut_history:rollout"),

@@ -97,7 +97,8 @@ def test_a_game_of_nim() -> None:
 
 def test_a_dataset_that_refuses_its_own_answers_is_refused() -> None:
     pytest.importorskip("reasoning_gym")
-    from examples.agents.reasoning import rows_of, score
+    from examples.agents.reasoning import rows_of
+    from megatron_rl.rewards.reasoning_gym import score
 
     with pytest.raises(
         ValueError, match=r"graph_color gives its own answer None to question 0 a score of 0, needs 1; take another dataset"
@@ -107,12 +108,12 @@ def test_a_dataset_that_refuses_its_own_answers_is_refused() -> None:
     fields = {name: row[name] for name in ("dataset", "entry")}
     prompt = Prompt(id="p", token_ids=np.array([1]), text="", label=row["label"], metadata=fields)
 
-    def rewarded(text: str) -> float:
+    def rewarded(text: str) -> object:
         sample = Sample(
             group_id="p", index=0, prompt=prompt, response_ids=np.array([1]), loss_mask=np.array([True]),
             rollout_log_probs=np.zeros(1, np.float32), weight_versions=np.array([1]), stop_reason=StopReason.STOP, response_text=text,
         )  # fmt: skip
-        return score(sample=sample)
+        return score(sample=sample)["reward"]
 
     assert rewarded(row["label"]) == 1 and rewarded(row["label"][0]) == 0.25 and rewarded("") == 0
 

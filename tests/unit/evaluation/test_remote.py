@@ -12,7 +12,6 @@ from aiohttp import web
 
 from megatron_rl.config.load import load_settings
 from megatron_rl.errors import UserError
-from megatron_rl.evaluation import remote
 from megatron_rl.evaluation.eval_words import UNTRAINED, with_options
 from megatron_rl.evaluation.graded_answers import read_answers
 from megatron_rl.evaluation.remote import evaluate_url
@@ -39,12 +38,12 @@ class Server:
         if fields.get("prompt") == "refused":
             return web.Response(status=400, text="no such prompt")
         said = {"message": {"content": "so \\boxed{2}"}} if "messages" in fields else {"text": "so \\boxed{2}"}
-        return web.json_response({"choices": [{**said, "finish_reason": "length"}], "usage": {"completion_tokens": 5}})
+        return web.json_response({"choices": [{**said, "finish_reason": "stop"}], "usage": {"completion_tokens": 5}})
 
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    monkeypatch.setattr(remote, "_BACKOFF_S", 0.0)
+    monkeypatch.setattr("megatron_rl.rewards.servers._BACKOFF_S", 0.0)
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     made, loop = Server(), asyncio.new_event_loop()
     app = web.Application()
@@ -76,10 +75,10 @@ def test_a_served_model_is_measured_by_the_same_code(server: Server, tmp_path: P
     (result,) = evaluate_url(with_options(given, samples=2, out=tmp_path / "out"), url=server.url)
     assert (result.estimates["accuracy"].value, result.estimates["accuracy"].num) == (0.5, 2)
     assert (result.estimates["failed"].value, result.failures) == (pytest.approx(1 / 3), {"rollout_error": 2})
-    assert (result.estimates["truncated"].value, result.estimates["maj@2"].value) == (1.0, 0.5)
+    assert (result.estimates["truncated"].value, result.estimates["maj@2"].value) == (0.0, 0.5)
     answers = read_answers(tmp_path / "out" / "rows.jsonl")
     assert {(each.text, each.answer, each.num_tokens, each.stop_reason) for each in answers if each.cause is None} == {
-        ("so \\boxed{2}", "2", 5, "length")
+        ("so \\boxed{2}", "2", 5, "stop")
     }
     assert {each.message for each in answers if each.cause} == {"the server refused it (400): no such prompt"}
     assert len(server.asked) == 1 + 6 and {key for _, _, key in server.asked} == {"Bearer secret"}

@@ -1,4 +1,5 @@
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -46,3 +47,27 @@ def test_it_works_outside_of_the_main_thread() -> None:
 def test_a_label_without_mathematics_is_an_error_not_a_zero(label: str | None) -> None:
     with pytest.raises(ValueError, match="label"):
         grade("\\boxed{46}", label)
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "expected", "answer"),
+    [
+        ("\\boxed{1} then \\boxed{2}", "2", 1.0, "2"),
+        ("\\boxed{2} then \\boxed{1}", "2", 0.0, "1"),
+        ("\\boxed{1}, \\boxed{2} or \\boxed{3}", "2", 0.0, "3"),
+        ("\\boxed{1} and \\boxed{2}", "\\{1, 2\\}", 1.0, "{1, 2}"),
+        ("46 is it: \\boxed{}", "46", 0.0, ""),
+        ("46 is it: \\boxed{46", "46", 0.0, ""),
+        ("\\boxed{46}, and not 47", "46", 1.0, "46"),
+    ],
+)
+def test_of_several_boxes_the_last_one_counts(response: str, label: str, expected: float, answer: str) -> None:
+    """And an empty box is no answer, whatever stands before."""
+    assert grade(response, label) == (expected, answer)
+
+
+def test_a_response_that_was_cut_has_no_answer() -> None:
+    prompt = Prompt(id="p", token_ids=np.array([1]), text="", label="46")
+    for text in ("\\boxed{46}, but let us", "12 + 34 = 46 and"):
+        cut = replace(Sample.written(prompt, text=text), stop_reason=StopReason.LENGTH)
+        assert score(sample=cut) == {"reward": 0.0, "answer": ""}

@@ -17,7 +17,7 @@ def test_an_error_is_named_by_its_first_line_that_is_not_blank(tmp_path: Path, m
     (tmp_path / "rewards_of_many_lines.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
     sample = Sample.written(Prompt(id="p", token_ids=[1], text="1"), text="")
-    [reward], _ = call_all("rewards_of_many_lines:score", "{}", samples=[sample])
+    [reward], _ = call_all("rewards_of_many_lines:score", "{}", samples=[sample], form="sample", call_timeout_s=1.0)
     assert reward.outcome is RewardOutcome.ERROR
     assert reward.message.splitlines()[0] == "ValueError: the label is no number"
 

@@ -1,0 +1,88 @@
+"""Sums of rewards and the choice by a field of the row, called as a worker calls them; labels that do not score themselves."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_rl.errors import UserError
+from megatron_rl.rewards.right_responses import right_response
+from megatron_rl.rewards.worker import call_all, form_of
+from megatron_rl.types import Prompt, Reward, RewardOutcome, Sample
+
+THINKS = "<think>so</think><answer>46</answer>"
+PARTS = {"right": {"function": "exact", "args": {"extract": "<answer>(.*)</answer>"}, "weight": 2.0}, "tags": 0.5}
+
+
+def call(function: str, args: dict[str, Any], text: str, label: str | None = "46", **metadata: Any) -> Reward:
+    prompt = Prompt(id="p", token_ids=np.array([1]), text="", label=label, metadata=metadata)
+    [reward], _ = call_all(function, json.dumps(args), samples=[Sample.written(prompt, text=text)], form="sample", call_timeout_s=9.0)
+    return reward
+
+
+def test_a_mixture_is_the_weighted_sum_of_its_parts() -> None:
+    right, wrong = (call("mixture", {"parts": PARTS}, text) for text in (THINKS, "46"))
+    assert (right.value, right.components, right.answer) == (2.5, {"right": 1.0, "tags": 1.0}, "46")
+    assert (wrong.value, wrong.components, wrong.answer) == (0.0, {"right": 0.0, "tags": 0.0}, "")
+
+
+def test_a_part_that_fails_leaves_no_reward() -> None:
+    failed = call("mixture", {"parts": {"tags": 1.0, "choice": 1.0}}, "46")
+    assert failed.outcome is RewardOutcome.ERROR and "label is '46'" in failed.message
+
+
+def test_components_of_parts_keep_the_name_of_the_part() -> None:
+    inner = {"function": "mixture", "args": {"parts": PARTS}}
+    assert call("mixture", {"parts": {"all": inner}}, THINKS).components == {"all": 2.5, "all/right": 1.0, "all/tags": 1.0}
+
+
+@pytest.mark.parametrize("key", ["data_source", "extra.source"])
+def test_a_row_chooses_its_reward(key: str) -> None:
+    args = {"key": key, "functions": {"letters": "choice", "words": {"function": "exact", "args": {"ignore_case": True}}}}
+
+    def row(source: str) -> dict[str, Any]:
+        return {"data_source": source, "extra": {"source": source}}
+
+    assert call("by_row", args, "answer is B", "B", **row("letters")).value == 1.0
+    assert call("by_row", args, "paris", "Paris", **row("words")).value == 1.0
+    other = call("by_row", args, "paris", "Paris", **row("code"))
+    assert other.outcome is RewardOutcome.ERROR and f"the row's {key} is 'code', needs one of letters, words" in other.message
+
+
+def test_a_reward_is_async_where_a_part_is() -> None:
+    judge = {"function": "judge", "args": {"url": "http://127.0.0.1:9/v1", "model": "m"}}
+    forms = {name: form_of("mixture", json.dumps({"parts": parts})) for name, parts in {"text": PARTS, "judge": {"judge": judge}}.items()}
+    assert forms == {"text": "sample", "judge": "async"}
+    assert form_of("by_row", json.dumps({"key": "k", "functions": {"a": "math", "b": judge}})) == "async"
+    wrong = form_of("mixture", json.dumps({"parts": {"judge": 1.0}}))
+    assert isinstance(wrong, UserError) and "reward.args.url is missing" in str(wrong)
+
+
+def test_a_name_that_is_no_built_in_reward_is_refused() -> None:
+    wrong = form_of("maths", "{}")
+    assert isinstance(wrong, UserError) and "'maths', needs the form package.module:function, or one of the names math, code" in str(wrong)
+
+
+def test_labels_that_do_not_score_themselves_are_found() -> None:
+    rows = [
+        ("math", "\\frac{1}{2}"),
+        ("math", ""),
+        ("math", "$(1, 2)$"),
+        ("letters", "B"),
+        ("letters", "46"),
+        ("words", "x"),
+        ("other", "x"),
+    ]
+    prompts = [Prompt(id="p", token_ids=np.array([1]), text="", label=label, metadata={"of": of}) for of, label in rows]
+    words = {"function": "exact", "args": {"extract": "<(.*)>"}}
+    args = {"key": "of", "functions": {"math": "math", "letters": {"function": "choice"}, "words": words}}
+    responses = [right_response(prompt, "by_row", args) for prompt in prompts[:-1]]
+    assert responses == ["\\boxed{\\frac{1}{2}}", "\\boxed{}", "$(1, 2)$", "B", "46", None]
+    values = [
+        call("by_row", args, text or "", prompt.label, of=of).value for (of, _), prompt, text in zip(rows, prompts, responses, strict=False)
+    ]
+    assert values[:5] == [1.0, None, 1.0, 1.0, None]
+    with pytest.raises(ValueError, match="the row's of is 'other'"):
+        right_response(prompts[-1], "by_row", args)
+    assert [right_response(prompts[0], name, {}) for name in ("code", "my:score", "regex", None)] == [None] * 4
