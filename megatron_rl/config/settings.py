@@ -26,9 +26,10 @@ class RunSettings(Section):
     keep_groups: int = Field(
         4,
         ge=0,
-        le=64,
+        le=2**20,
         description="Groups of each step whose tokens, masks, log-probs and versions stay in the buffer (13 bytes a token), for readers; "
-        "of others they go with the last checkpoint that could come back to them.",
+        "of others they go with the last checkpoint that could come back to them. A step with no more groups stays whole, with the "
+        "engines' records, for train --replay.",
     )
     keep_interval: int = Field(0, ge=0, description="Checkpoints of its multiples are kept for good; 0 keeps the newest alone.")
     export_interval: int = Field(

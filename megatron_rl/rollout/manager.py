@@ -241,6 +241,11 @@ class RolloutManager:
         """Have a resumed run make the samples of the step after `step` steps, and finished ones, anew."""
         self._buffer.distrust(step=step + 1)
 
+    async def generate(self, count: int, *, progress: PhaseProgress) -> None:
+        """Make the groups of the first `count` prompts, which stay in the buffer; those of a killed call are kept."""
+        rewind(self.prompts.source, self._buffer, step=0, position=None)
+        await self.production.make(count, step=0, progress=progress)
+
     # The batch of a step
 
     async def next_batch(self, step: int, *, progress: PhaseProgress) -> tuple[TrainBatch, dict[str, Metric]]:
@@ -267,6 +272,9 @@ class RolloutManager:
             progress.advance(-missing)
         else:
             raise UserError(self._without_signal(taken, step=step))
+        # Rounds of resampling end in any order, and a replay of the step knows the prompts' alone.
+        place = {group_id: number for number, group_id in enumerate(self._buffer.in_order(each.group.id for each in taken))}
+        taken.sort(key=lambda each: place[each.group.id])
         kept = [each.group for each in taken if each.kept]
         batch = make_train_batch(kept or [each.group for each in taken if not each.failed], version=step)
         if not kept:
