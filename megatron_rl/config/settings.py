@@ -170,6 +170,7 @@ class RewardSettings(Section):
         "megatron_rl.rewards.math:score", description="package.module:function, sync or async; null where an environment gives rewards."
     )
     args: dict[str, Any] = Field(default_factory=dict, description="Own arguments of the function, by the names that it gives them.")
+    check_labels: bool = Field(True, description="Refuse rows whose label a built-in function does not score as an answer, at the start.")
     timeout_s: Seconds = Field(30.0, description="Deadline of one call, in seconds; the worker is then killed.")
     max_error_rate: float = Field(0.05, ge=0, le=1, description="Share of errors and timeouts in a batch above which the run stops.")
 

@@ -36,6 +36,7 @@ from megatron_rl.observe.failures import FailureLog
 from megatron_rl.observe.group_metrics import failure_metrics, rollout_metrics, tail_metrics
 from megatron_rl.observe.metrics import Mean, Metric, Sum
 from megatron_rl.plugins.kinds import Rollout
+from megatron_rl.rewards.gold import check_gold
 from megatron_rl.rewards.runner import RewardRunner, scores_of_sets
 from megatron_rl.rollout.engine_watch import watched_pool
 from megatron_rl.rollout.generator import cancel
@@ -142,6 +143,12 @@ class RolloutManager:
             options: dict[str, Any] = {"num_workers": reward_workers(), "log_path": log_path, "note": say}
             workers = stack.enter_context(ExitStack())
             scores = scores_of_sets(settings.eval.sets, settings.reward, prompts=prompts.held_out, stack=workers, **options)
+            if rewards is not None:
+                before = len(prompts.source.bad.reasons)
+                await check_gold(prompts, settings.reward, score=rewards.score, sets=scores)
+                if unscored := prompts.source.bad.reasons[before:]:
+                    say(f"{counted(len(unscored), 'row')} left out, whose label is not scored, the first: {unscored[0]}")
+                    prompts.list_bad_rows(settings.run.directory / "logs" / "bad_rows.txt")
             rollout = await stack.enter_async_context(
                 opened_rollout(
                     settings.rollout,

@@ -4,6 +4,7 @@ Nothing is written and no process of the run is started. Upstream libraries are 
 accepted values, so importing them is the greatest cost: a few seconds.
 """
 
+import asyncio
 import os
 import shutil
 import warnings
@@ -33,8 +34,9 @@ from megatron_rl.config.settings import (
     TopologySettings,
     TrainingSettings,
 )
-from megatron_rl.data.row_files import data_paths, read_first_row
+from megatron_rl.data.row_files import data_paths
 from megatron_rl.data.row_source import OwnRows
+from megatron_rl.data.row_table import read_first_row
 from megatron_rl.data.source import RunPrompts
 from megatron_rl.data.tokenizer import check_ends, load_tokenizer, model_type
 from megatron_rl.engines.server_args import check_environment, check_records_routing, check_tensor_parallel, validate_server_args
@@ -42,6 +44,7 @@ from megatron_rl.errors import UserError, counted, sized
 from megatron_rl.observe.memory import available_memory_bytes
 from megatron_rl.observe.sinks import check_installed
 from megatron_rl.plugins.loader import load
+from megatron_rl.rewards.gold import check_gold
 from megatron_rl.rewards.runner import RewardRunner
 from megatron_rl.rollout.opened_rollout import load_rollout
 from megatron_rl.rollout.renderers import choose_renderer
@@ -209,7 +212,6 @@ def _check_model(model: ModelSettings, training: TrainingSettings, target: Targe
 
 def _check_teacher(model: ModelSettings) -> list[str]:
     teacher = model.teacher
-    # Another check reports a missing directory.
     if teacher is None or not teacher.is_dir():
         return []
     check_vocabulary(model.path, teacher)
@@ -257,11 +259,14 @@ def _check_rows(data: DataSettings, evaluation: EvalSettings, model: Path, rewar
     """Check every row of the data files, and the reward functions on first rows; None is for supervised training."""
     prompts = RunPrompts.read(model, data, sets=evaluation.sets, seed=seed, supervised=reward is None)
     tried = [] if reward is None or reward.function is None else [(reward, prompts.probes)]
-    tried += [(one.reward.of(reward), prompts.held_out[name][:1]) for name, one in evaluation.sets.items() if reward and one.reward]
+    own = {name: one.reward.of(reward) for name, one in evaluation.sets.items() if reward and one.reward}
+    tried += [(each, prompts.held_out[name][:1]) for name, each in own.items()]
     for settings, probes in tried:
         with RewardRunner(settings) as runner:
             for prompt in probes:
                 runner.probe(prompt)
+            if settings is reward:
+                asyncio.run(check_gold(prompts, settings, score=runner.score, sets=own))
     return list(prompts.notes)
 
 

@@ -173,6 +173,7 @@ class RunStart:
         prompts = RunPrompts.read(settings.model.path, settings.data, sets=settings.eval.sets, seed=settings.run.seed, **kind)
         for note in prompts.notes:
             self.report.note(note)
+        prompts.list_bad_rows(settings.run.directory / "logs" / "bad_rows.txt")
         return prompts
 
     def open_manager(self, buffer: Path, *, trains: bool = True) -> RolloutManager:

@@ -82,7 +82,12 @@ def test_train_hands_over_resolved_settings(calls: list[tuple[str, Any]], config
     assert main(words) == 0
     (first, _), (second, (runtime_settings, _)), (third, (settings, keywords)) = calls
     # Ray reads its environment when it is imported.
-    assert (first, second, third, keywords) == ("preflight", "prepare_environment", "train", {"resume": True, "weights_only": True})
+    assert (first, second, third, keywords) == (
+        "preflight",
+        "prepare_environment",
+        "train",
+        {"resume": True, "weights_only": True, "replay": None},
+    )
     assert runtime_settings == settings.runtime
     overrides = ["run.seed=2", "training.optimizer.lr=2e-6", "reward.function=my.module:score", "runtime.ray_address=10.0.0.1:6379"]
     assert settings == load_settings(Path(config), overrides)
@@ -162,7 +167,7 @@ def test_every_end_has_its_status(
     status: int,
     part: str,
 ) -> None:
-    def fail(settings: Any, *, resume: bool, weights_only: bool) -> None:
+    def fail(settings: Any, **kind: object) -> None:
         raise error
 
     vars(sys.modules["megatron_rl.runtime.session"])["train"] = fail
@@ -303,7 +308,7 @@ def test_help_starts_nothing_heavy() -> None:
 SLEEPER = """
 import sys, time, types
 from megatron_rl.cli import main
-def train(settings, *, resume, weights_only):
+def train(settings, **kind):
     try:
         print("started", flush=True)
         time.sleep(60)

@@ -15,6 +15,7 @@ import pytest
 from megatron_rl.cli import main
 from megatron_rl.data.buffer import Buffer
 from megatron_rl.data.recorded import Recorded
+from megatron_rl.errors import UserError
 from megatron_rl.types import Failure, Group, Prompt, Reward, RewardOutcome, Sample, StopReason
 
 ODD = "\x1b[31mred\x9b2J\u202egnp\x00 \x7f\r\nline"
@@ -148,7 +149,7 @@ def test_pruned_samples_have_no_tokens(tmp_path: Path, said: Said) -> None:
 
 
 def test_a_reader_leaves_the_file_as_it_was(run: Path, tmp_path: Path) -> None:
-    with Recorded(run) as recorded, pytest.raises(sqlite3.OperationalError, match="readonly"):
+    with Recorded(run) as recorded, pytest.raises(UserError, match="readonly"):
         recorded.read("DELETE FROM groups")
     # After a kill the log is there, and its rows are read.
     dead = tmp_path / "dead"

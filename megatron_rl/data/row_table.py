@@ -1,0 +1,280 @@
+"""Checked rows that stay on the disk: an index of places in files of any size, and the files behind it."""
+
+import hashlib
+import io
+import json
+import os
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any, BinaryIO, overload
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+from numpy.typing import NDArray
+
+from megatron_rl.config.data_settings import DataFiles, DataSettings
+from megatron_rl.data.row_files import TOO_DEEP, Row, check_row, data_paths
+from megatron_rl.errors import UserError, counted
+from megatron_rl.system.files import disk_errors
+from megatron_rl.types import Bools, Ints
+
+_SMALL_BYTES = 2**26
+"""Files up to this size are kept in memory, where nobody changes them during a run."""
+_ROWS_AT_ONCE = 1024  # of a table
+
+
+class BadRows:
+    """Rows that are left out, with their reasons; more than `limit` are an error."""
+
+    def __init__(self, limit: int = 0) -> None:
+        self.limit = limit
+        self.reasons: list[str] = []
+
+    def add(self, error: UserError) -> None:
+        """Leave a row out because of `error`. Raises it without a limit, and UserError beyond the limit."""
+        if not self.limit:
+            raise error
+        self.reasons.append(str(error))
+        if len(self.reasons) > self.limit:
+            raise UserError(
+                f"{len(self.reasons)} rows cannot be used, data.max_bad_rows is {self.limit}; mend them, or raise it; the first: "
+                f"{self.reasons[0]}; the last: {error}"
+            )
+
+
+class _LineFile:
+    """JSON lines, or the elements of one JSON array, which is kept in memory; a place is the offset of a line in bytes."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        file: BinaryIO = path.open("rb")
+        begin = file.read(1024).lstrip()[:1] if path.suffix == ".json" else b""
+        file.seek(0)
+        if begin == b"[" or os.fstat(file.fileno()).st_size <= _SMALL_BYTES:
+            with file:
+                file = io.BytesIO(_array_lines(file) if begin == b"[" else file.read())
+        self._file, self._state = file, _state(file)
+
+    def scan(self) -> Iterator[tuple[int, int, bytes]]:
+        """Yield number from 1, place and content of each row."""
+        place = 0
+        for number, line in enumerate(self._file, start=1):
+            if line.strip():
+                yield number, place, line
+            place += len(line)
+
+    def at(self, place: int) -> bytes:
+        """Return the content of the row at `place`. Raises UserError for a changed file."""
+        if _state(self._file) != self._state:
+            raise UserError(f"data file {self._path} was changed while the run reads it; restore it, and write new rows to another file")
+        self._file.seek(place)
+        return self._file.readline()
+
+    def record(self, content: bytes, origin: str) -> Mapping[str, Any]:
+        """Return the fields of a row. Raises UserError, beginning with `origin`."""
+        try:
+            record = json.loads(content, object_pairs_hook=_object)
+        except UnicodeDecodeError as error:
+            raise UserError(f"{origin}: not UTF-8 ({error.reason} at byte {error.start}); save the file as UTF-8") from error
+        except json.JSONDecodeError as error:
+            reason = f"{error.msg} at column {error.colno}"
+            raise UserError(f"{origin}: not a JSON object ({reason}); each line needs one complete object") from error
+        except ValueError as error:
+            raise UserError(f"{origin}: {error}") from error
+        except RecursionError:
+            raise UserError(f"{origin}: {TOO_DEEP}") from None
+        if not isinstance(record, dict):
+            raise UserError(f'{origin}: is a JSON {type(record).__name__}, needs an object like {{"prompt": ...}}')
+        return record
+
+
+class _TableFile:
+    """A parquet or Arrow file; a place is a row, from 0. Parquet is written once as Arrow to TMPDIR, to read rows in any order."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._is_parquet = path, path.suffix == ".parquet"
+        self._batch: Callable[[int], Any]
+        self._starts = [0]
+
+    def scan(self) -> Iterator[tuple[int, int, Mapping[str, Any]]]:
+        """Yield number from 1, place and content of each row. Raises UserError for a broken file."""
+        number = 0
+        try:
+            for batch in self._parquet_batches() if self._is_parquet else self._arrow_batches():
+                self._starts.append(self._starts[-1] + batch.num_rows)
+                for first in range(0, batch.num_rows, _ROWS_AT_ONCE):
+                    for record in batch.slice(first, _ROWS_AT_ONCE).to_pylist():
+                        number += 1
+                        yield number, number - 1, record
+        except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
+            kind = "a parquet" if self._is_parquet else "an Arrow"
+            words = f"data file {self._path} is not {kind} file that can be read, behind row {number} ({error})"
+            raise UserError(f"{words}; write it again or use .jsonl") from error
+
+    def _arrow_batches(self) -> Iterator[Any]:
+        file = pyarrow.ipc.open_stream(pyarrow.memory_map(str(self._path)))
+        _check_names(file.schema)
+        batches = list(file)
+        self._batch = batches.__getitem__
+        yield from batches
+
+    def _parquet_batches(self) -> Iterator[Any]:
+        with NamedTemporaryFile(prefix="megatron-rl-", suffix=".arrow") as copy:
+            with pyarrow.parquet.ParquetFile(self._path, buffer_size=2**20) as file:
+                _check_names(file.schema_arrow)
+                with disk_errors(Path(copy.name)), pyarrow.ipc.new_file(copy.name, file.schema_arrow) as target:
+                    for batch in file.iter_batches(_ROWS_AT_ONCE):
+                        target.write_batch(batch)
+                        yield batch
+            # It is there as long as it is mapped.
+            self._batch = pyarrow.ipc.open_file(pyarrow.memory_map(copy.name)).get_batch
+
+    def at(self, place: int) -> Mapping[str, Any]:
+        """Return the content of the row at `place`."""
+        number = int(np.searchsorted(self._starts, place, side="right")) - 1
+        (record,) = self._batch(number).slice(place - self._starts[number], 1).to_pylist()
+        return dict(record)
+
+    def record(self, content: Mapping[str, Any], origin: str) -> Mapping[str, Any]:
+        """Return the fields of a row."""
+        return content
+
+
+class Rows(Sequence[Row]):
+    """Checked rows of data files, read from them whenever asked for; 29 bytes of memory each.
+
+    `keys` [rows] are digests of the prompts, `is_labelled` [rows] says which rows have a label.
+    """
+
+    def __init__(self, paths: Iterable[Path], *, settings: DataSettings, need_response: bool, bad: BadRows) -> None:
+        self.settings, self._need_response = settings, need_response
+        self._paths = list(paths)
+        self._files: list[Any] = [_open(path) for path in self._paths]
+        columns = array("i"), array("q"), array("q"), array("Q"), array("b")
+        for index, file in enumerate(self._files):
+            empty = True
+            for number, place, content in file.scan():
+                empty = False
+                try:
+                    row = self._checked(index, number, content)
+                except UserError as error:
+                    bad.add(error)
+                    continue
+                for column, value in zip(columns, (index, number, place, _prompt_key(row), row.label is not None), strict=True):
+                    column.append(value)
+            if empty:
+                raise UserError(f"data file {self._paths[index]} has no rows, needs at least one")
+        self._file, self._number, self._place, self.keys, labelled = (np.frombuffer(column, column.typecode) for column in columns)
+        self.is_labelled: Bools = labelled.astype(np.bool_)
+
+    def _checked(self, file: int, number: int, content: Any) -> Row:
+        origin = f"{self._paths[file]}:{number}"
+        record = self._files[file].record(content, origin)
+        return check_row(record, origin, settings=self.settings, need_response=self._need_response)
+
+    def __len__(self) -> int:
+        return len(self._file)
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        file, place = int(self._file[index]), int(self._place[index])
+        return self._checked(file, int(self._number[index]), self._files[file].at(place))
+
+    def take(self, kept: slice | Ints) -> "Rows":
+        """Return the rows of a slice or of indices [n], of the same files."""
+        return self._of(*(column[kept] for column in self._columns))
+
+    @property
+    def _columns(self) -> tuple[NDArray[Any], ...]:
+        return self._file, self._number, self._place, self.keys, self.is_labelled
+
+    def _of(self, *columns: NDArray[Any]) -> "Rows":
+        other = object.__new__(type(self))
+        other.settings, other._need_response, other._paths, other._files = self.settings, self._need_response, self._paths, self._files
+        other._file, other._number, other._place, other.keys, other.is_labelled = columns
+        return other
+
+    @classmethod
+    def joined(cls, parts: Sequence["Rows"]) -> "Rows":
+        """Return the rows of all parts, one after the other."""
+        files = np.cumsum([0, *(len(part._files) for part in parts)])
+        moved = [(part._file + first, *part._columns[1:]) for part, first in zip(parts, files, strict=False)]
+        whole = parts[0]._of(*(np.concatenate(column) for column in zip(*moved, strict=True)))
+        whole._paths, whole._files = [path for part in parts for path in part._paths], [file for part in parts for file in part._files]
+        return whole
+
+
+def read_rows(files: DataFiles, *, settings: DataSettings, need_response: bool = False, bad: BadRows | None = None) -> Rows:
+    """Check all rows of `files`, and return the chosen ones, in the order of names and lines.
+
+    Raises UserError with the line (in a table the row, counted from 1), also for a row without a
+    target where supervised training will `need_response`, and for a label_key found in no row.
+    `bad` gets the rows that may be left out.
+    """
+    kept = Rows(data_paths(files.path), settings=settings, need_response=need_response, bad=bad or BadRows())
+    rows = kept.take(files.chosen)
+    if not len(rows):
+        raise UserError(f"data file {files.path} has {counted(len(kept), 'row')}, of which rows {files.rows} are none; choose others")
+    if settings.label_key is not None and not need_response and not rows.is_labelled.any():
+        raise UserError(f"{files.path}: no row has the field {settings.label_key!r}; name the right one in data.label_key, or leave it out")
+    return rows
+
+
+def read_first_row(files: DataFiles, *, settings: DataSettings) -> Row:
+    """Read and check the first row of the first file as `read_rows` does, and no other."""
+    path = data_paths(files.path)[0]
+    file = _open(path)
+    for number, _, content in file.scan():
+        return check_row(file.record(content, f"{path}:{number}"), f"{path}:{number}", settings=settings, need_response=False)
+    raise UserError(f"data file {path} has no rows, needs at least one")
+
+
+def _open(path: Path) -> Any:
+    return _LineFile(path) if path.suffix in (".jsonl", ".json") else _TableFile(path)
+
+
+def _state(file: BinaryIO) -> tuple[int, ...]:
+    """Return size and time of a file on the disk, nothing of one in memory."""
+    if isinstance(file, io.BytesIO):
+        return ()
+    found = os.fstat(file.fileno())
+    return found.st_size, found.st_mtime_ns
+
+
+def _array_lines(file: BinaryIO) -> bytes:
+    """Return a line for each element of one JSON array. Raises UserError."""
+    try:
+        return b"".join(json.dumps(element).encode() + b"\n" for element in json.loads(file.read(), object_pairs_hook=_object))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file.name}: not an array of JSON objects ({error}); correct it, or write one object in each line") from error
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object. Raise ValueError for a repeated key: json keeps only the last."""
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        twice = next(key for index, (key, _) in enumerate(pairs) if key in dict(pairs[:index]))
+        raise ValueError(f"the key {twice!r} appears twice in one object; keep the one that is meant")
+    return record
+
+
+def _check_names(schema: Any) -> None:
+    """Raise ValueError for two columns of a name, of which a row would keep the last."""
+    if len(set(schema.names)) < len(schema.names):
+        raise ValueError(f"of its columns {', '.join(map(repr, schema.names))} two have one name")
+
+
+def _prompt_key(row: Row) -> int:
+    """Return a digest of a row's prompt without differences of case and white space."""
+    text = str(row.token_ids or row.prompt) if isinstance(row.prompt, str) else json.dumps(row.prompt, sort_keys=True)
+    return int.from_bytes(hashlib.blake2b(" ".join(text.casefold().split()).encode(), digest_size=8).digest(), "little")

@@ -1,0 +1,49 @@
+"""Reference answers that a built-in reward function does not score: errors of the data, not of the policy."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
+
+from megatron_rl.config.settings import RewardSettings
+from megatron_rl.data.source import RunPrompts
+from megatron_rl.errors import UserError
+from megatron_rl.types import Prompt, Reward, Sample
+
+RIGHT_RESPONSES: Mapping[str, Callable[[Prompt], str]] = {
+    "megatron_rl.rewards.math:score": lambda prompt: f"\\boxed{{{prompt.label}}}",
+}
+"""For each built-in function that has them: the response that answers a prompt with its label, and has a reward above 0."""
+
+Score = Callable[[Sample], Awaitable[Reward]]
+
+
+async def check_gold(prompts: RunPrompts, reward: RewardSettings, *, score: Score, sets: Container[str]) -> None:
+    """Score the labels of the rows to train on, and of held-out ones, as responses to their prompts.
+
+    `sets` have a function of their own and are not tried. A row whose label
+    is not scored is left out by `data.max_bad_rows`. Raises UserError beyond, and for held-out rows.
+    """
+    if not reward.check_labels or reward.function not in RIGHT_RESPONSES:
+        return
+    right = RIGHT_RESPONSES[reward.function]
+    rows = prompts.source.labelled() if prompts.trains else []
+    prompts.source.leave_out(await _unscored([prompt for _, prompt in rows], score, right), [place for place, _ in rows])
+    for name, held_out in prompts.held_out.items():
+        found = [] if name in sets else await _unscored([one for one in held_out if one.label is not None], score, right)
+        if reason := next((reason for reason in found if reason is not None), None):
+            raise UserError(f"eval.sets.{name}: {reason}")
+
+
+async def _unscored(prompts: Sequence[Prompt], score: Score, right: Callable[[Prompt], str]) -> list[str | None]:
+    """Return for each prompt why its label is no answer, None where it is. Equal labels and fields are scored once."""
+    tried = {(prompt.label, str(prompt.metadata)): prompt for prompt in prompts}
+    rewards = await asyncio.gather(*(score(Sample.written(prompt, text=right(prompt))) for prompt in tried.values()))
+    found = dict(zip(tried, rewards, strict=True))
+    return [_reason(prompt, found[prompt.label, str(prompt.metadata)]) for prompt in prompts]
+
+
+def _reason(prompt: Prompt, reward: Reward) -> str | None:
+    if reward.value is not None and reward.value > 0:
+        return None
+    got = reward.message.strip().partition("\n")[0] or f"a response with this answer has the reward {reward.value}"
+    fix = "correct it, raise data.max_bad_rows, or set reward.check_labels=false"
+    return f"{prompt.id}: the label {prompt.label!r:.80} cannot be scored ({got}); {fix}"
