@@ -68,6 +68,8 @@ def check_row(record: Mapping[str, Any], origin: str, *, settings: DataSettings,
     """Return a row from the fields of a line. Raise UserError, beginning with `origin`."""
     for key, value in record.items():
         _check_value({key: value}, f"{origin}: {key!r}", level=0)
+    if isinstance(record.get("tools"), str):
+        record = {**record, "tools": _tools(record["tools"], origin)}
     values = {key: _field(record, key) for key in (settings.prompt_key, settings.label_field, settings.response_field)}
     wanted = {settings.prompt_key: "data.prompt_key"} | ({settings.response_field: "data.label_key"} if need_response else {})
     for key, setting in wanted.items():
@@ -122,6 +124,17 @@ def _check_value(value: Any, origin: str, *, level: int) -> None:
             raise UserError(f"{origin} has an integer of {value.bit_length()} bits, needs at most {_MOST_BITS}; write it as a string")
     elif value is not None and not isinstance(value, float):
         raise UserError(f"{origin} has type {type(value).__name__}, which JSON cannot hold; drop or convert that column")
+
+
+def _tools(text: str, origin: str) -> list[Any]:
+    """Return the tools in a text of JSON."""
+    try:
+        tools = json.loads(text)
+    except (ValueError, RecursionError):
+        tools = None
+    if not isinstance(tools, list):
+        raise UserError(f"{origin}: 'tools' is {_shown(text)}, needs a list, or a text of JSON with one")
+    return tools
 
 
 def _prompt(value: Any, origin: str, key: str) -> str | tuple[Message, ...]:

@@ -1,8 +1,9 @@
 """Reference answers that a built-in reward function does not score: errors of the data, not of the policy."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
+from megatron_rl.config.eval_sets import EvalSet
 from megatron_rl.config.settings import RewardSettings
 from megatron_rl.data.source import RunPrompts
 from megatron_rl.errors import UserError
@@ -16,10 +17,10 @@ RIGHT_RESPONSES: Mapping[str, Callable[[Prompt], str]] = {
 Score = Callable[[Sample], Awaitable[Reward]]
 
 
-async def check_gold(prompts: RunPrompts, reward: RewardSettings, *, score: Score, sets: Container[str]) -> None:
+async def check_gold(prompts: RunPrompts, reward: RewardSettings, *, score: Score, sets: Mapping[str, EvalSet]) -> None:
     """Score the labels of the rows to train on, and of held-out ones, as responses to their prompts.
 
-    `sets` have a function of their own and are not tried. A row whose label
+    Those of `sets` with a function of their own are not tried. A row whose label
     is not scored is left out by `data.max_bad_rows`. Raises UserError beyond, and for held-out rows.
     """
     if not reward.check_labels or reward.function not in RIGHT_RESPONSES:
@@ -28,7 +29,7 @@ async def check_gold(prompts: RunPrompts, reward: RewardSettings, *, score: Scor
     rows = prompts.source.labelled() if prompts.trains else []
     prompts.source.leave_out(await _unscored([prompt for _, prompt in rows], score, right), [place for place, _ in rows])
     for name, held_out in prompts.held_out.items():
-        found = [] if name in sets else await _unscored([one for one in held_out if one.label is not None], score, right)
+        found = [] if sets[name].reward else await _unscored([one for one in held_out if one.label is not None], score, right)
         if reason := next((reason for reason in found if reason is not None), None):
             raise UserError(f"eval.sets.{name}: {reason}")
 

@@ -145,7 +145,7 @@ class RolloutManager:
             scores = scores_of_sets(settings.eval.sets, settings.reward, prompts=prompts.held_out, stack=workers, **options)
             if rewards is not None:
                 before = len(prompts.source.bad.reasons)
-                await check_gold(prompts, settings.reward, score=rewards.score, sets=scores)
+                await check_gold(prompts, settings.reward, score=rewards.score, sets=settings.eval.sets)
                 if unscored := prompts.source.bad.reasons[before:]:
                     say(f"{counted(len(unscored), 'row')} left out, whose label is not scored, the first: {unscored[0]}")
                     prompts.list_bad_rows(settings.run.directory / "logs" / "bad_rows.txt")

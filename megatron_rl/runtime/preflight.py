@@ -246,7 +246,6 @@ def _check_optimizer(training: TrainingSettings, dtype: torch.dtype, *, has_crit
 
 
 def _check_found(path: Path) -> None:
-    """Raise UserError where no data file is behind `path`."""
     data_paths(path)
 
 
@@ -259,14 +258,13 @@ def _check_rows(data: DataSettings, evaluation: EvalSettings, model: Path, rewar
     """Check every row of the data files, and the reward functions on first rows; None is for supervised training."""
     prompts = RunPrompts.read(model, data, sets=evaluation.sets, seed=seed, supervised=reward is None)
     tried = [] if reward is None or reward.function is None else [(reward, prompts.probes)]
-    own = {name: one.reward.of(reward) for name, one in evaluation.sets.items() if reward and one.reward}
-    tried += [(each, prompts.held_out[name][:1]) for name, each in own.items()]
+    tried += [(one.reward.of(reward), prompts.held_out[name][:1]) for name, one in evaluation.sets.items() if reward and one.reward]
     for settings, probes in tried:
         with RewardRunner(settings) as runner:
             for prompt in probes:
                 runner.probe(prompt)
             if settings is reward:
-                asyncio.run(check_gold(prompts, settings, score=runner.score, sets=own))
+                asyncio.run(check_gold(prompts, settings, score=runner.score, sets=evaluation.sets))
     return list(prompts.notes)
 
 
@@ -356,7 +354,6 @@ def _check_disk(run: RunSettings, model: Path, *, has_critic: bool) -> list[str]
 
 def _check_cpu_memory(model: ModelSettings, training: TrainingSettings, objective: Objective, *, num_engines: int) -> list[str]:
     teacher = model.teacher if objective.distillation_coef else None
-    # Another check reports a missing directory.
     asked = _num_parameters(teacher) if teacher is not None and teacher.is_dir() else 0
     sizes = {"parameters": _num_parameters(model.path), "teacher_parameters": asked, "available": available_memory_bytes()}
     return check_cpu_memory(training, objective, num_engines=num_engines, **sizes)
