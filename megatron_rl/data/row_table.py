@@ -4,8 +4,9 @@ import hashlib
 import io
 import json
 import os
-from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any, BinaryIO, overload
@@ -19,11 +20,14 @@ from megatron_rl.config.data_settings import DataFiles, DataSettings
 from megatron_rl.data.row_files import TOO_DEEP, Row, check_row, data_paths
 from megatron_rl.errors import UserError, counted
 from megatron_rl.system.files import disk_errors
-from megatron_rl.types import Bools, Ints
+from megatron_rl.types import Ints
 
 _SMALL_BYTES = 2**26
 """Files up to this size are kept in memory, where nobody changes them during a run."""
 _ROWS_AT_ONCE = 1024  # of a table
+_INDEX = np.dtype([("file", "<i4"), ("number", "<i8"), ("place", "<i8"), ("key", "<u8"), ("labelled", "?")])
+"""29 bytes of a row: file, number in it from 1, place in the words of the file, digest of the prompt, and whether it has a label."""
+_PACKED = struct.Struct("<iqqQ?")
 
 
 class BadRows:
@@ -49,7 +53,7 @@ class _LineFile:
     """JSON lines, or the elements of one JSON array, which is kept in memory; a place is the offset of a line in bytes."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         file: BinaryIO = path.open("rb")
         begin = file.read(1024).lstrip()[:1] if path.suffix == ".json" else b""
         file.seek(0)
@@ -69,7 +73,7 @@ class _LineFile:
     def at(self, place: int) -> bytes:
         """Return the content of the row at `place`. Raises UserError for a changed file."""
         if _state(self._file) != self._state:
-            raise UserError(f"data file {self._path} was changed while the run reads it; restore it, and write new rows to another file")
+            raise UserError(f"data file {self.path} was changed while the run reads it; restore it, and write new rows to another file")
         self._file.seek(place)
         return self._file.readline()
 
@@ -95,7 +99,7 @@ class _TableFile:
     """A parquet or Arrow file; a place is a row, from 0. Parquet is written once as Arrow to TMPDIR, to read rows in any order."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._is_parquet = path, path.suffix == ".parquet"
+        self.path, self._is_parquet = path, path.suffix == ".parquet"
         self._batch: Callable[[int], Any]
         self._starts = [0]
 
@@ -111,11 +115,11 @@ class _TableFile:
                         yield number, number - 1, record
         except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
             kind = "a parquet" if self._is_parquet else "an Arrow"
-            words = f"data file {self._path} is not {kind} file that can be read, behind row {number} ({error})"
+            words = f"data file {self.path} is not {kind} file that can be read, behind row {number} ({error})"
             raise UserError(f"{words}; write it again or use .jsonl") from error
 
     def _arrow_batches(self) -> Iterator[Any]:
-        file = pyarrow.ipc.open_stream(pyarrow.memory_map(str(self._path)))
+        file = pyarrow.ipc.open_stream(pyarrow.memory_map(str(self.path)))
         _check_names(file.schema)
         batches = list(file)
         self._batch = batches.__getitem__
@@ -123,7 +127,7 @@ class _TableFile:
 
     def _parquet_batches(self) -> Iterator[Any]:
         with NamedTemporaryFile(prefix="megatron-rl-", suffix=".arrow") as copy:
-            with pyarrow.parquet.ParquetFile(self._path, buffer_size=2**20) as file:
+            with pyarrow.parquet.ParquetFile(self.path, buffer_size=2**20) as file:
                 _check_names(file.schema_arrow)
                 with disk_errors(Path(copy.name)), pyarrow.ipc.new_file(copy.name, file.schema_arrow) as target:
                     for batch in file.iter_batches(_ROWS_AT_ONCE):
@@ -144,39 +148,15 @@ class _TableFile:
 
 
 class Rows(Sequence[Row]):
-    """Checked rows of data files, read from them whenever asked for; 29 bytes of memory each.
+    """Checked rows of `files`, read from them whenever asked for, by an `index` of _INDEX [rows]."""
 
-    `keys` [rows] are digests of the prompts, `is_labelled` [rows] says which rows have a label.
-    """
-
-    def __init__(self, paths: Iterable[Path], *, settings: DataSettings, need_response: bool, bad: BadRows) -> None:
-        self.settings, self._need_response = settings, need_response
-        self._paths = list(paths)
-        self._files: list[Any] = [_open(path) for path in self._paths]
-        columns = array("i"), array("q"), array("q"), array("Q"), array("b")
-        for index, file in enumerate(self._files):
-            empty = True
-            for number, place, content in file.scan():
-                empty = False
-                try:
-                    row = self._checked(index, number, content)
-                except UserError as error:
-                    bad.add(error)
-                    continue
-                for column, value in zip(columns, (index, number, place, _prompt_key(row), row.label is not None), strict=True):
-                    column.append(value)
-            if empty:
-                raise UserError(f"data file {self._paths[index]} has no rows, needs at least one")
-        self._file, self._number, self._place, self.keys, labelled = (np.frombuffer(column, column.typecode) for column in columns)
-        self.is_labelled: Bools = labelled.astype(np.bool_)
-
-    def _checked(self, file: int, number: int, content: Any) -> Row:
-        origin = f"{self._paths[file]}:{number}"
-        record = self._files[file].record(content, origin)
-        return check_row(record, origin, settings=self.settings, need_response=self._need_response)
+    def __init__(self, files: Sequence[Any], index: NDArray[Any], check: Callable[..., Row]) -> None:
+        self.keys, self.is_labelled = index["key"], index["labelled"]
+        """Digests of the prompts [rows], and which rows have a label [rows]."""
+        self._files, self._index, self._check = files, index, check
 
     def __len__(self) -> int:
-        return len(self._file)
+        return len(self._index)
 
     @overload
     def __getitem__(self, index: int) -> Row: ...
@@ -185,33 +165,22 @@ class Rows(Sequence[Row]):
     def __getitem__(self, index: int | slice) -> Row | list[Row]:
         if isinstance(index, slice):
             return [self[each] for each in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(index)
-        file, place = int(self._file[index]), int(self._place[index])
-        return self._checked(file, int(self._number[index]), self._files[file].at(place))
+        file, number, place, *_ = self._index[index].item()
+        return _checked(self._files[file], number, self._files[file].at(place), self._check)
 
     def take(self, kept: slice | Ints) -> "Rows":
         """Return the rows of a slice or of indices [n], of the same files."""
-        return self._of(*(column[kept] for column in self._columns))
-
-    @property
-    def _columns(self) -> tuple[NDArray[Any], ...]:
-        return self._file, self._number, self._place, self.keys, self.is_labelled
-
-    def _of(self, *columns: NDArray[Any]) -> "Rows":
-        other = object.__new__(type(self))
-        other.settings, other._need_response, other._paths, other._files = self.settings, self._need_response, self._paths, self._files
-        other._file, other._number, other._place, other.keys, other.is_labelled = columns
-        return other
+        return Rows(self._files, self._index[kept], self._check)
 
     @classmethod
     def joined(cls, parts: Sequence["Rows"]) -> "Rows":
         """Return the rows of all parts, one after the other."""
-        files = np.cumsum([0, *(len(part._files) for part in parts)])
-        moved = [(part._file + first, *part._columns[1:]) for part, first in zip(parts, files, strict=False)]
-        whole = parts[0]._of(*(np.concatenate(column) for column in zip(*moved, strict=True)))
-        whole._paths, whole._files = [path for part in parts for path in part._paths], [file for part in parts for file in part._files]
-        return whole
+        files, indices = list[Any](), []
+        for part in parts:
+            indices.append(part._index.copy())
+            indices[-1]["file"] += len(files)
+            files += part._files
+        return cls(files, np.concatenate(indices), parts[0]._check)
 
 
 def read_rows(files: DataFiles, *, settings: DataSettings, need_response: bool = False, bad: BadRows | None = None) -> Rows:
@@ -221,7 +190,20 @@ def read_rows(files: DataFiles, *, settings: DataSettings, need_response: bool =
     target where supervised training will `need_response`, and for a label_key found in no row.
     `bad` gets the rows that may be left out.
     """
-    kept = Rows(data_paths(files.path), settings=settings, need_response=need_response, bad=bad or BadRows())
+    opened, index, bad = [_open(path) for path in data_paths(files.path)], bytearray(), bad or BadRows()
+    check = partial(check_row, settings=settings, need_response=need_response)
+    for file_number, file in enumerate(opened):
+        number = 0
+        for number, place, content in file.scan():
+            try:
+                row = _checked(file, number, content, check)
+            except UserError as error:
+                bad.add(error)
+            else:
+                index += _PACKED.pack(file_number, number, place, _prompt_key(row), row.label is not None)
+        if not number:
+            raise UserError(f"data file {file.path} has no rows, needs at least one")
+    kept = Rows(opened, np.frombuffer(index, _INDEX), check)
     rows = kept.take(files.chosen)
     if not len(rows):
         raise UserError(f"data file {files.path} has {counted(len(kept), 'row')}, of which rows {files.rows} are none; choose others")
@@ -232,11 +214,15 @@ def read_rows(files: DataFiles, *, settings: DataSettings, need_response: bool =
 
 def read_first_row(files: DataFiles, *, settings: DataSettings) -> Row:
     """Read and check the first row of the first file as `read_rows` does, and no other."""
-    path = data_paths(files.path)[0]
-    file = _open(path)
+    file = _open(data_paths(files.path)[0])
     for number, _, content in file.scan():
-        return check_row(file.record(content, f"{path}:{number}"), f"{path}:{number}", settings=settings, need_response=False)
-    raise UserError(f"data file {path} has no rows, needs at least one")
+        return _checked(file, number, content, partial(check_row, settings=settings, need_response=False))
+    raise UserError(f"data file {file.path} has no rows, needs at least one")
+
+
+def _checked(file: Any, number: int, content: Any, check: Callable[..., Row]) -> Row:
+    origin = f"{file.path}:{number}"
+    return check(file.record(content, origin), origin)
 
 
 def _open(path: Path) -> Any:
