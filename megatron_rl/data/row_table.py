@@ -3,7 +3,6 @@
 import hashlib
 import io
 import json
-import os
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -23,7 +22,7 @@ from megatron_rl.system.files import disk_errors
 from megatron_rl.types import Ints
 
 _SMALL_BYTES = 2**26
-"""Files up to this size are kept in memory, where nobody changes them during a run."""
+"""Files of a source that are no larger together are kept in memory, where nobody changes them during a run."""
 _ROWS_AT_ONCE = 1024  # of a table
 _INDEX = np.dtype([("file", "<i4"), ("number", "<i8"), ("place", "<i8"), ("key", "<u8"), ("labelled", "?")])
 """29 bytes of a row: file, number in it from 1, place in the words of the file, digest of the prompt, and whether it has a label."""
@@ -52,30 +51,35 @@ class BadRows:
 class _LineFile:
     """JSON lines, or the elements of one JSON array, which is kept in memory; a place is the offset of a line in bytes."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        file: BinaryIO = path.open("rb")
-        begin = file.read(1024).lstrip()[:1] if path.suffix == ".json" else b""
-        file.seek(0)
-        if begin == b"[" or os.fstat(file.fileno()).st_size <= _SMALL_BYTES:
-            with file:
-                file = io.BytesIO(_array_lines(file) if begin == b"[" else file.read())
-        self._file, self._state = file, _state(file)
+    def __init__(self, path: Path, *, in_memory: bool) -> None:
+        self.path, self._state, self._kept = path, _state(path), b""
+        with path.open("rb") as file:
+            begin = file.read(1024).lstrip()[:1] if path.suffix == ".json" else b""
+            file.seek(0)
+            if begin == b"[":
+                self._kept = _array_lines(file)
+            elif in_memory:
+                self._kept = file.read()
+
+    def _opened(self) -> BinaryIO:
+        return io.BytesIO(self._kept) if self._kept else self.path.open("rb")
 
     def scan(self) -> Iterator[tuple[int, int, bytes]]:
         """Yield number from 1, place and content of each row."""
         place = 0
-        for number, line in enumerate(self._file, start=1):
-            if line.strip():
-                yield number, place, line
-            place += len(line)
+        with self._opened() as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield number, place, line
+                place += len(line)
 
     def at(self, place: int) -> bytes:
         """Return the content of the row at `place`. Raises UserError for a changed file."""
-        if _state(self._file) != self._state:
+        if not self._kept and _state(self.path) != self._state:
             raise UserError(f"data file {self.path} was changed while the run reads it; restore it, and write new rows to another file")
-        self._file.seek(place)
-        return self._file.readline()
+        with self._opened() as file:
+            file.seek(place)
+            return file.readline()
 
     def record(self, content: bytes, origin: str) -> Mapping[str, Any]:
         """Return the fields of a row. Raises UserError, beginning with `origin`."""
@@ -113,6 +117,8 @@ class _TableFile:
                     for record in batch.slice(first, _ROWS_AT_ONCE).to_pylist():
                         number += 1
                         yield number, number - 1, record
+        except UserError:
+            raise
         except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
             kind = "a parquet" if self._is_parquet else "an Arrow"
             words = f"data file {self.path} is not {kind} file that can be read, behind row {number} ({error})"
@@ -190,7 +196,7 @@ def read_rows(files: DataFiles, *, settings: DataSettings, need_response: bool =
     target where supervised training will `need_response`, and for a label_key found in no row.
     `bad` gets the rows that may be left out.
     """
-    opened, index, bad = [_open(path) for path in data_paths(files.path)], bytearray(), bad or BadRows()
+    opened, index, bad = _open(data_paths(files.path)), bytearray(), bad or BadRows()
     check = partial(check_row, settings=settings, need_response=need_response)
     for file_number, file in enumerate(opened):
         number = 0
@@ -214,7 +220,7 @@ def read_rows(files: DataFiles, *, settings: DataSettings, need_response: bool =
 
 def read_first_row(files: DataFiles, *, settings: DataSettings) -> Row:
     """Read and check the first row of the first file as `read_rows` does, and no other."""
-    file = _open(data_paths(files.path)[0])
+    (file,) = _open(data_paths(files.path)[:1])
     for number, _, content in file.scan():
         return _checked(file, number, content, partial(check_row, settings=settings, need_response=False))
     raise UserError(f"data file {file.path} has no rows, needs at least one")
@@ -225,16 +231,19 @@ def _checked(file: Any, number: int, content: Any, check: Callable[..., Row]) ->
     return check(file.record(content, origin), origin)
 
 
-def _open(path: Path) -> Any:
-    return _LineFile(path) if path.suffix in (".jsonl", ".json") else _TableFile(path)
+def _open(paths: Sequence[Path]) -> list[Any]:
+    """Return the files at `paths`, in memory where all of them are small together."""
+    in_memory = sum(path.stat().st_size for path in paths) <= _SMALL_BYTES
+    return [_LineFile(path, in_memory=in_memory) if path.suffix in (".jsonl", ".json") else _TableFile(path) for path in paths]
 
 
-def _state(file: BinaryIO) -> tuple[int, ...]:
-    """Return size and time of a file on the disk, nothing of one in memory."""
-    if isinstance(file, io.BytesIO):
+def _state(path: Path) -> tuple[int, ...]:
+    """Return what changes with a file: its inode, size and time; nothing of one that is gone."""
+    try:
+        found = path.stat()
+    except OSError:
         return ()
-    found = os.fstat(file.fileno())
-    return found.st_size, found.st_mtime_ns
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _array_lines(file: BinaryIO) -> bytes:

@@ -1,8 +1,10 @@
 """Rows that stay on the disk, rows that are left out, and labels that no reward function scores."""
 
 import asyncio
+import errno
 import json
 import os
+import shutil
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -85,12 +87,29 @@ def test_a_file_that_changes_beside_the_run_is_named(tmp_path: Path, monkeypatch
     monkeypatch.setattr(row_table, "_SMALL_BYTES", 0)
     large = read(path)
     os.rename(path, tmp_path / "old.jsonl")
-    write(path, records(9))
-    assert large[2].label == "2", "a file in its place is another file"
-    (tmp_path / "old.jsonl").write_text("other")
-    with pytest.raises(UserError, match=r"rows\.jsonl was changed while the run reads it; restore it"):
-        _ = large[2]
+    for change in (lambda: None, lambda: shutil.copy(tmp_path / "old.jsonl", path), lambda: path.write_text("other")):
+        change()
+        with pytest.raises(UserError, match=r"rows\.jsonl was changed while the run reads it; restore it"):
+            _ = large[2]
     assert small[2].label == "2"
+
+
+def test_many_small_files_are_a_large_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(4):
+        write(tmp_path / f"{number}.jsonl", records(50))
+    size = (tmp_path / "0.jsonl").stat().st_size
+    for limit, kept in ((4 * size, True), (4 * size - 1, False)):
+        monkeypatch.setattr(row_table, "_SMALL_BYTES", limit)
+        assert [bool(file._kept) for file in read(tmp_path / "*.jsonl")._files] == [kept] * 4
+
+
+def test_a_full_disk_is_no_fault_of_the_parquet_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(pyarrow.ipc, "new_file", full)
+    with pytest.raises(UserError, match=r"cannot write .*megatron-rl-.*\.arrow: No space left on device .*free"):
+        read(write(tmp_path / "rows.parquet", records(2)))
 
 
 GOOD = {"prompt": "1+1", "label": "2"}

@@ -6,6 +6,7 @@ import os
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import pyarrow.parquet
 import pytest
 
 from megatron_rl.cli import main
+from megatron_rl.config.settings import Settings
 from megatron_rl.data.buffer import Buffer
 from megatron_rl.data.recorded import Recorded
 from megatron_rl.errors import UserError
@@ -168,6 +170,35 @@ def test_a_page_is_all_that_is_read_at_once(run: Path, monkeypatch: pytest.Monke
         monkeypatch.setattr(recorded, "read", lambda *query: (found := read(*query), sizes.append(len(found)))[0])
         assert len(list(samples)) == 48
     assert max(sizes) == 16 and sizes.count(16) == 1
+
+
+def test_samples_are_generated_into_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The settings of training do not matter, and what is unfinished is beside the file until it is whole."""
+    asked: list[tuple[Settings, int]] = []
+
+    def generate(settings: Settings, *, count: int) -> Path:
+        asked.append((settings, count))
+        settings.run.directory.mkdir()
+        with Buffer(settings.run.directory / "buffer.sqlite") as buffer:
+            buffer.add_prompts([(group := make_group(1)).prompt])
+            buffer.take_pending(1)
+            buffer.put_done(group)
+        return settings.run.directory / "buffer.sqlite"
+
+    monkeypatch.setattr("megatron_rl.cli._session", lambda runtime: SimpleNamespace(generate=generate))
+    (tmp_path / "run.yaml").write_text(
+        "run: {directory: x, seed: 3}\nmodel: {path: m}\ndata: {train: t.jsonl}\nrollout: {max_staleness: 2}\n"
+    )
+    words = ["rollout", str(tmp_path / "run.yaml"), "training.topology.num_ranks=5", "eval.sets.a=b.jsonl", "--out"]
+    assert main([*words, str(tmp_path / "out.jsonl"), "--count", "7"]) == 0
+    assert [json.loads(line)["index"] for line in (tmp_path / "out.jsonl").read_text().splitlines()] == [0, 1]
+    assert main([*words, str(tmp_path / "out.sqlite")]) == 0
+    (first, count), (_, default) = asked
+    assert (count, default, first.run.seed, first.rollout.max_staleness, first.eval.sets) == (7, 64, 3, 0, {})
+    assert first.run.directory == tmp_path / "out.jsonl.partial" and not first.run.directory.exists()
+    capsys.readouterr()
+    assert main([*words, str(tmp_path / "out.jsonl")]) == 2 and "exists, needs a new file" in capsys.readouterr().err
+    assert len(asked) == 2
 
 
 @pytest.mark.parametrize(
