@@ -26,6 +26,7 @@ _SMALL_BYTES = 2**26
 _ROWS_AT_ONCE = 1024  # of a table
 _INDEX = np.dtype([("file", "<i4"), ("number", "<i8"), ("place", "<i8"), ("key", "<u8"), ("labelled", "?")])
 """29 bytes of a row: file, number in it from 1, place in the words of the file, digest of the prompt, and whether it has a label."""
+_EMPTY: NDArray[Any] = np.empty(0, _INDEX)
 _PACKED = struct.Struct("<iqqQ?")
 
 
@@ -156,7 +157,7 @@ class _TableFile:
 class Rows(Sequence[Row]):
     """Checked rows of `files`, read from them whenever asked for, by an `index` of _INDEX [rows]."""
 
-    def __init__(self, files: Sequence[Any], index: NDArray[Any], check: Callable[..., Row]) -> None:
+    def __init__(self, files: Sequence[Any] = (), index: NDArray[Any] = _EMPTY, check: Callable[..., Row] = check_row) -> None:
         self.keys, self.is_labelled = index["key"], index["labelled"]
         """Digests of the prompts [rows], and which rows have a label [rows]."""
         self._files, self._index, self._check = files, index, check

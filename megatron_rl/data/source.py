@@ -60,7 +60,7 @@ class PromptSource:
         self._variables = template_variables(tokenizer)
         self.rows: FileRows | OwnRows  # the rows in order, with the cursor that a checkpoint keeps
         # The rows of files; an endless custom source allows no check in advance.
-        self.known: Rows | tuple[Row, ...] = ()
+        self.known = Rows()
         self.lengths: Ints = np.empty(0, np.int64)
         self.num_overlong = 0
         self.bad = BadRows(max_bad_rows)
@@ -90,7 +90,7 @@ class PromptSource:
 
     def labelled(self) -> list[tuple[int, Prompt]]:
         """Return place and prompt, without its tokens, of the rows with a label, where rows are checked at the start."""
-        if not isinstance(self.known, Rows) or len(self.known) > _CHECKED_ROWS:
+        if len(self.known) > _CHECKED_ROWS:
             return []
         rows = ((place, self.known[place]) for place in np.flatnonzero(self.known.is_labelled))
         no_token = np.zeros(1, np.int64)
@@ -122,8 +122,6 @@ class PromptSource:
 
     def _repetition_note(self) -> list[str]:
         """Return a note about rows that repeat a prompt, where there are some."""
-        if not isinstance(self.known, Rows):
-            return []
         _, firsts, inverse = np.unique(self.known.keys, return_index=True, return_inverse=True)
         again = np.flatnonzero(firsts[inverse] != np.arange(len(inverse)))
         if not again.size:
@@ -133,7 +131,7 @@ class PromptSource:
 
     def _label_note(self) -> list[str]:
         """Return a note about rows without a label, where there are some."""
-        lacking = np.flatnonzero(~self.known.is_labelled) if isinstance(self.known, Rows) else np.empty(0, np.int64)
+        lacking = np.flatnonzero(~self.known.is_labelled)
         if not lacking.size:
             return []
         which, first = f"no row of {self.name} has", ""
@@ -154,7 +152,7 @@ class PromptSource:
     def probes(self) -> list[Prompt]:
         """Return the first prompt with a label and the first without one. Moves nothing."""
         rows = self.known or self.rows.first(1)
-        labelled = self.known.is_labelled if isinstance(self.known, Rows) else np.zeros(1, np.bool_)
+        labelled = self.known.is_labelled if self.known else np.array([rows[0].label is not None])
         firsts = sorted(int(np.argmax(labelled == kind)) for kind in (False, True) if (labelled == kind).any())
         return self._prompts([(f"eval-{index}", rows[index]) for index in firsts])
 
@@ -318,8 +316,6 @@ def template_variables(tokenizer: "PreTrainedTokenizerBase") -> frozenset[str]:
 
 def overlap_note(train: PromptSource, held_out: PromptSource) -> str | None:
     """Return a note about prompts of the held-out rows among those to train on; None without any."""
-    if not isinstance(train.known, Rows) or not isinstance(held_out.known, Rows):
-        return None
     both = np.flatnonzero(np.isin(held_out.known.keys, train.known.keys))
     if not both.size:
         return None

@@ -177,7 +177,7 @@ def test_labels_that_math_cannot_score_are_bad_rows(prompts: Prompts, tmp_path: 
     found = prompts(bad, "data.max_bad_rows=1", "data.shuffle=false")
     try_labels(found)
     assert [prompt.label for prompt in found.source.next_prompts(6)] == ["12", "\\frac{1}{2}", "$3$", "(1, 2)", None, "12"]
-    assert len(found.source.lengths) == 5 and len(found.source.bad.reasons) == 1
+    assert len(found.source.lengths) == len(found.source.known) == 5 and len(found.source.bad.reasons) == 1
     held = f"eval.sets.own={write_lines(tmp_path / 'held.jsonl', {'prompt': '1', 'label': ' '})}"
     with pytest.raises(UserError, match=r"eval\.sets\.own: own-0: the label ' '"):
         try_labels(prompts(good, held, "data.max_bad_rows=9"), held)
