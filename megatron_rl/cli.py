@@ -161,7 +161,7 @@ def rollout(words: tuple[str, ...], out: Path, count: int | None, tokens: bool) 
     After a kill the same command goes on. Example: megatron-rl rollout grpo.yaml --out samples.jsonl --count 1000
     """
     from megatron_rl.evaluation.eval_words import GENERATED
-    from megatron_rl.report.buffer_command import check_new, opened, write_samples
+    from megatron_rl.report.buffer_command import check_new, opened, print_statistics, write_samples
 
     check_new(out)
     # The samples are in this directory until they are all there.
@@ -169,6 +169,7 @@ def rollout(words: tuple[str, ...], out: Path, count: int | None, tokens: bool) 
     own = (f"run.directory={format_value(str(unfinished))}", "eval.sets={}", *GENERATED)
     settings, _ = _settings((*words, *own), reward=None, ray_address=None)
     with opened(_session(settings.runtime).generate(settings, count=count or settings.data.prompts_per_step)) as recorded:
+        print_statistics(recorded)
         write_samples(recorded, out, step=None, group=None, tokens=tokens)
     shutil.rmtree(unfinished)
 

@@ -1,7 +1,7 @@
 """Prompts and supervised groups from rows, of files or of a data source. R response tokens."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -88,18 +88,20 @@ class PromptSource:
                 raise
             return np.concatenate([self._lengths([row]) for row in rows])
 
-    def labelled(self) -> list[tuple[int, Prompt]]:
-        """Return place and prompt, without its tokens, of the rows with a label, where rows are checked at the start."""
-        if len(self.known) > _CHECKED_ROWS:
-            return []
-        rows = ((place, self.known[place]) for place in np.flatnonzero(self.known.is_labelled))
-        no_token = np.zeros(1, np.int64)
-        return [(place, Prompt(row.origin, no_token, "", label=row.label, metadata=row.metadata)) for place, row in rows]
+    @property
+    def _tried(self) -> Ints:
+        """The places of rows with a label, where rows are checked at the start."""
+        return np.flatnonzero(self.known.is_labelled) if len(self.known) <= _CHECKED_ROWS else np.empty(0, np.int64)
 
-    def leave_out(self, reasons: Sequence[str | None], places: Sequence[int]) -> None:
-        """Leave out the rows at `places` that have a reason. Raises UserError beyond data.max_bad_rows."""
+    def labelled(self) -> Iterator[Prompt]:
+        """Yield the prompts of rows with a label, named by their origin and without their tokens."""
+        for row in map(self.known.__getitem__, self._tried):
+            yield Prompt(row.origin, np.zeros(1, np.int64), "", label=row.label, metadata=row.metadata)
+
+    def leave_out(self, reasons: Sequence[str | None]) -> None:
+        """Leave out those of the `labelled` that have a reason. Raises UserError beyond data.max_bad_rows."""
         dropped = np.zeros(len(self.known), np.bool_)
-        for place, reason in zip(places, reasons, strict=True):
+        for place, reason in zip(self._tried, reasons, strict=True):
             if reason is not None:
                 self.bad.add(UserError(reason))
                 dropped[place] = True

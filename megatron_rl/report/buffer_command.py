@@ -78,7 +78,12 @@ def _facts(sample: Mapping[str, Any]) -> str:
 def stats(run: Path, as_json: bool) -> None:
     """Print groups by state and reason, samples by outcome, end and age, and percentiles of rewards and lengths."""
     with opened(run) as recorded:
-        found = recorded.statistics()
+        print_statistics(recorded, as_json=as_json)
+
+
+def print_statistics(recorded: "Recorded", *, as_json: bool = False) -> None:
+    """Print the counts and percentiles of a record."""
+    found = recorded.statistics()
     if as_json:
         print(json.dumps(found))
         return

@@ -1,7 +1,8 @@
 """Reference answers that a built-in reward function does not score: errors of the data, not of the policy."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from itertools import islice
 
 from megatron_rl.config.eval_sets import EvalSet
 from megatron_rl.config.settings import RewardSettings
@@ -15,6 +16,7 @@ RIGHT_RESPONSES: Mapping[str, Callable[[Prompt], str]] = {
 """For each built-in function that has them: the response that answers a prompt with its label, and has a reward above 0."""
 
 Score = Callable[[Sample], Awaitable[Reward]]
+_AT_ONCE = 512
 
 
 async def check_gold(prompts: RunPrompts, reward: RewardSettings, *, score: Score, sets: Mapping[str, EvalSet]) -> None:
@@ -26,20 +28,23 @@ async def check_gold(prompts: RunPrompts, reward: RewardSettings, *, score: Scor
     if not reward.check_labels or reward.function not in RIGHT_RESPONSES:
         return
     right = RIGHT_RESPONSES[reward.function]
-    rows = prompts.source.labelled() if prompts.trains else []
-    prompts.source.leave_out(await _unscored([prompt for _, prompt in rows], score, right), [place for place, _ in rows])
+    if prompts.trains:
+        prompts.source.leave_out(await _unscored(prompts.source.labelled(), score, right))
     for name, held_out in prompts.held_out.items():
-        found = [] if sets[name].reward else await _unscored([one for one in held_out if one.label is not None], score, right)
+        found = [] if sets[name].reward else await _unscored((one for one in held_out if one.label is not None), score, right)
         if reason := next((reason for reason in found if reason is not None), None):
             raise UserError(f"eval.sets.{name}: {reason}")
 
 
-async def _unscored(prompts: Sequence[Prompt], score: Score, right: Callable[[Prompt], str]) -> list[str | None]:
+async def _unscored(prompts: Iterable[Prompt], score: Score, right: Callable[[Prompt], str]) -> list[str | None]:
     """Return for each prompt why its label is no answer, None where it is. Equal labels and fields are scored once."""
-    tried = {(prompt.label, str(prompt.metadata)): prompt for prompt in prompts}
-    rewards = await asyncio.gather(*(score(Sample.written(prompt, text=right(prompt))) for prompt in tried.values()))
-    found = dict(zip(tried, rewards, strict=True))
-    return [_reason(prompt, found[prompt.label, str(prompt.metadata)]) for prompt in prompts]
+    reasons, tried, rest = list[str | None](), dict[int, Reward](), iter(prompts)
+    while part := [(hash((prompt.label, str(prompt.metadata))), prompt) for prompt in islice(rest, _AT_ONCE)]:
+        new = {key: prompt for key, prompt in part if key not in tried}
+        rewards = await asyncio.gather(*(score(Sample.written(prompt, text=right(prompt))) for prompt in new.values()))
+        tried |= zip(new, rewards, strict=True)
+        reasons += [_reason(prompt, tried[key]) for key, prompt in part]
+    return reasons
 
 
 def _reason(prompt: Prompt, reward: Reward) -> str | None:

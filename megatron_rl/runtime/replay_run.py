@@ -53,6 +53,15 @@ class ReplayRun(Run):
         chosen = list(zip(groups, rejections, strict=True))
         made = [group for group, rejection in chosen if not (rejection or "").startswith(FAILED)]
         kept = [group for group, rejection in chosen if rejection is None]
+        num_groups, needed = (
+            len(kept if self._settings.objective.zero_variance == "resample" else made),
+            self._settings.data.prompts_per_step,
+        )
+        if num_groups != needed:
+            raise UserError(
+                f"{self._recorded.path} has {num_groups} of data.prompts_per_step {needed} groups of step {number}: its run ended or "
+                f"still is in that step, or had another data.prompts_per_step; end before by run.num_steps={step}, or set what it was"
+            )
         batch = make_train_batch(kept or made, version=number - 1)
         if not kept:
             batch = replace(batch, loss_mask=np.zeros(len(batch.tokens), np.bool_))

@@ -82,11 +82,19 @@ def test_rejected_and_failed_groups_are_replayed_as_such(
     with sqlite3.connect(tmp_path / "run" / "buffer.sqlite") as buffer:
         ids = [name for (name,) in buffer.execute("SELECT id FROM groups WHERE state = 'consumed' ORDER BY position")]
         leave_out = "UPDATE groups SET trained = 0, rejection = ? WHERE id = ?"
-        buffer.executemany(
-            leave_out, [("too easy", ids[0]), ("too easy", ids[2]), ("the rollout failed for 1 of 2 trajectories: x", ids[3])]
-        )
+        failed = "the rollout failed for 1 of 2 trajectories: x"
+        buffer.executemany(leave_out, [("too easy", ids[0]), ("too easy", ids[2]), (failed, ids[3])])
+    new = make_settings(*RECORDED, f"run.directory={tmp_path}/again")
+    # Another group takes the place of a failed one; without it the run was killed, or is still at it.
+    refused(new, tmp_path / "run", "has 1 of data.prompts_per_step 2 groups of step 2", "run.num_steps=1")
+    shutil.rmtree(tmp_path / "again")
     trained.clear()
-    session.train(make_settings(*RECORDED, f"run.directory={tmp_path}/again"), resume=False, replay=tmp_path / "run")
+    with sqlite3.connect(tmp_path / "run" / "buffer.sqlite") as buffer:
+        names = [name for _, name, *_ in buffer.execute("PRAGMA table_info(groups)") if name not in ("position", "id", "rejection")]
+        columns = ", ".join(names)
+        copied = f"INSERT INTO groups (id, rejection, {columns}) SELECT 'new', 'too easy', {columns} FROM groups WHERE id = ?"
+        buffer.execute(copied, (ids[2],))
+    session.train(new, resume=False, replay=tmp_path / "run")
     (_, first), (_, second) = trained
     assert first.num_sequences == 2 and first.loss_mask.sum() == 2, "the group that was trained on"
     assert second.num_sequences == 2 and not second.loss_mask.any(), "nothing is trained on, and a failed group is not even there"
