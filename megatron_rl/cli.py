@@ -28,7 +28,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.exit_status import exit_status
 from megatron_rl.plugins.kinds import PluginKind
 from megatron_rl.plugins.loader import kind_of
-from megatron_rl.report.buffer_command import buffer
+from megatron_rl.report.buffer_command import buffer, opened
 from megatron_rl.runtime.grace import Grace
 from megatron_rl.runtime.supervisor import supervise
 from megatron_rl.system.process_variables import check_directory, check_home, settle_output
@@ -80,8 +80,10 @@ def train(
     if weights_only and not resume:
         raise UserError("--weights-only was given without --resume, but a new run has no checkpoint to take weights from; add --resume")
     settings, decisions = _settings(words, reward=reward, ray_address=ray_address)
-    if replay is not None and settings.supervised:
-        raise UserError(f"--replay is {replay}, but supervised training takes no samples of engines; leave it out")
+    if replay is not None:
+        if settings.supervised:
+            raise UserError(f"--replay is {replay}, but supervised training takes no samples of engines; leave it out")
+        opened(replay).close()
     # Heavy from here on: megatron-core and transformers are asked for their knowledge.
     from megatron_rl.runtime.preflight import preflight
     from megatron_rl.runtime.resumption import check_is_not_a_copy
@@ -161,7 +163,7 @@ def rollout(words: tuple[str, ...], out: Path, count: int | None, tokens: bool) 
     After a kill the same command goes on. Example: megatron-rl rollout grpo.yaml --out samples.jsonl --count 1000
     """
     from megatron_rl.evaluation.eval_words import GENERATED
-    from megatron_rl.report.buffer_command import check_new, opened, print_statistics, write_samples
+    from megatron_rl.report.buffer_command import check_new, print_statistics, write_samples
 
     check_new(out)
     # The samples are in this directory until they are all there.

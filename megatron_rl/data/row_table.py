@@ -134,7 +134,7 @@ class _TableFile:
 
     def _parquet_batches(self) -> Iterator[Any]:
         with NamedTemporaryFile(prefix="megatron-rl-", suffix=".arrow") as copy:
-            with pyarrow.parquet.ParquetFile(self.path, buffer_size=2**20) as file:
+            with pyarrow.parquet.ParquetFile(self.path, buffer_size=2**20, pre_buffer=False) as file:
                 _check_names(file.schema_arrow)
                 with disk_errors(Path(copy.name)), pyarrow.ipc.new_file(copy.name, file.schema_arrow) as target:
                     for batch in file.iter_batches(_ROWS_AT_ONCE):

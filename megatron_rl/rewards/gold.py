@@ -25,9 +25,9 @@ async def check_gold(prompts: RunPrompts, reward: RewardSettings, *, score: Scor
     Those of `sets` with a function of their own are not tried. A row whose label
     is not scored is left out by `data.max_bad_rows`. Raises UserError beyond, and for held-out rows.
     """
-    if not reward.check_labels or reward.function not in RIGHT_RESPONSES:
+    right = RIGHT_RESPONSES.get(reward.function or "")
+    if right is None or not reward.check_labels:
         return
-    right = RIGHT_RESPONSES[reward.function]
     if prompts.trains:
         prompts.source.leave_out(await _unscored(prompts.source.labelled(), score, right))
     for name, held_out in prompts.held_out.items():

@@ -67,18 +67,28 @@ def test_rows_come_in_any_order_as_in_a_list(tmp_path: Path, kind: str, small_by
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_a_large_file_needs_little_memory(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """20 MB of rows, in one row group of a parquet file."""
     monkeypatch.setattr(row_table, "_SMALL_BYTES", 0)
-    rows = [{"prompt": f"{number} " + "x" * 2000, "label": "1"} for number in range(5000)]
-    path = write(tmp_path / f"rows.{kind}", rows)
-    del rows
+    texts = np.random.default_rng(0).bytes(10**7).hex()
+    rows = [{"prompt": texts[2000 * number : 2000 * number + 2000], "label": "1"} for number in range(10**4)]
+    path = tmp_path / f"rows.{kind}"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path) if kind == "parquet" else write(path, rows)
+    del rows, texts
+    checked, most, arrow = row_table.check_row, [], pyarrow.total_allocated_bytes()
+
+    def noting(*arguments: Any, **keywords: Any) -> Any:
+        most.append(pyarrow.total_allocated_bytes() - arrow)
+        return checked(*arguments, **keywords)
+
+    monkeypatch.setattr(row_table, "check_row", noting)
     tracemalloc.start()
     try:
-        arrow = pyarrow.total_allocated_bytes()
         found = read(path)
-        kept, _ = tracemalloc.get_traced_memory()
-        assert len(found) == 5000 and kept < 2**20 and pyarrow.total_allocated_bytes() - arrow < 2**20, "10 MB of rows are on the disk"
+        kept, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
+    assert len(found) == 10**4 and kept < 2**20 and peak < 2**23 and max(most) < 2**23
+    assert pyarrow.total_allocated_bytes() - arrow < 2**20
 
 
 def test_a_file_that_changes_beside_the_run_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
