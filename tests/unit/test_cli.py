@@ -435,6 +435,13 @@ def test_weights_only_needs_a_resume(capsys: pytest.CaptureFixture[str]) -> None
     assert "--weights-only was given without --resume" in capsys.readouterr().err
 
 
+def test_a_replay_needs_a_record_of_samples(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", config, "--replay", "runs/x", "objective.policy_loss=sft"]) == 2
+    assert "--replay is runs/x, but supervised training takes no samples" in capsys.readouterr().err
+    assert main(["train", config, "--check", "--replay", "runs/x"]) == 2
+    assert "runs/x does not exist, needs the buffer of a run" in capsys.readouterr().err
+
+
 def test_output_without_a_character_for_a_letter_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", stream)
