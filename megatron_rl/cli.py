@@ -1,13 +1,14 @@
 """The command line.
 
-Commands are `train`, `eval`, `data`, `score`, `compare`, `report`, `plan`, `models`, `convert`,
-`serve`, `verify-checkpoint`, `check-plugin` and `doctor`.
+Commands are `train`, `eval`, `rollout`, `data`, `buffer`, `score`, `compare`, `report`, `plan`,
+`models`, `convert`, `serve`, `verify-checkpoint`, `check-plugin` and `doctor`.
 
 Heavy modules are imported inside the command with the need, so that help and mistakes answer at
 once.
 """
 
 import re
+import shutil
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -27,6 +28,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.exit_status import exit_status
 from megatron_rl.plugins.kinds import PluginKind
 from megatron_rl.plugins.loader import kind_of
+from megatron_rl.report.buffer_command import buffer, opened
 from megatron_rl.runtime.grace import Grace
 from megatron_rl.runtime.supervisor import supervise
 from megatron_rl.system.process_variables import check_directory, check_home, settle_output
@@ -43,12 +45,16 @@ def cli() -> None:
     check_directory()
 
 
+cli.add_command(buffer)
+
+
 @cli.command(cls=SettingsCommand, short_help="Train a policy.", context_settings=_OVERRIDES, options_metavar="[OPTIONS]")
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[CONFIG.yaml] [key.path=value | --key.path value]...")
 @click.option("--check", is_flag=True, help="Resolve and check everything, print what would be launched, start nothing.")
 @click.option("--config-only", is_flag=True, help="With --check: for machines elsewhere, from the model's config.json; plan the memory.")
 @click.option("--resume", is_flag=True, help="Continue the run in run.directory from its last checkpoint; start it where there is none.")
 @click.option("--weights-only", is_flag=True, help="With --resume: go on with the checkpoint's weights and a new optimizer.")
+@click.option("--replay", type=click.Path(path_type=Path), help="Train on the batches that this run, or file of buffer export, recorded.")
 @click.option("--reward", metavar="MODULE:FUNCTION", help="Short for reward.function=MODULE:FUNCTION.")
 @click.option("--ray-address", metavar="ADDRESS", help="Short for runtime.ray_address=ADDRESS: use a running Ray cluster.")
 def train(
@@ -57,6 +63,7 @@ def train(
     config_only: bool,
     resume: bool,
     weights_only: bool,
+    replay: Path | None,
     reward: str | None,
     ray_address: str | None,
 ) -> None:
@@ -73,6 +80,10 @@ def train(
     if weights_only and not resume:
         raise UserError("--weights-only was given without --resume, but a new run has no checkpoint to take weights from; add --resume")
     settings, decisions = _settings(words, reward=reward, ray_address=ray_address)
+    if replay is not None:
+        if settings.supervised:
+            raise UserError(f"--replay is {replay}, but supervised training takes no samples of engines; leave it out")
+        opened(replay).close()
     # Heavy from here on: megatron-core and transformers are asked for their knowledge.
     from megatron_rl.runtime.preflight import preflight
     from megatron_rl.runtime.resumption import check_is_not_a_copy
@@ -89,7 +100,7 @@ def train(
         print(f"decided: {decision.path}={decision.value} ({decision.reason})", flush=True)
     for note in preflight(settings, resume=resume, probe=False):
         print(f"megatron-rl: note: {note}", file=sys.stderr)
-    _session(settings.runtime).train(settings, resume=resume, weights_only=weights_only)
+    _session(settings.runtime).train(settings, resume=resume, weights_only=weights_only, replay=replay)
 
 
 @cli.command(name="eval", short_help="Evaluate models on held-out prompts.", context_settings=_OVERRIDES, options_metavar="[OPTIONS]")
@@ -139,6 +150,30 @@ def evaluate(
     print_results(results)
     if empty := [f"{name} {one.name}" for name, found in results.items() for one in found if "reward" not in one.estimates]:
         raise UserError(f"no answer was scored of {', '.join(empty)}, needs one at least; the same command asks for all of them again")
+
+
+@cli.command(short_help="Generate samples without training.", context_settings=_OVERRIDES, options_metavar="[OPTIONS]")
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[CONFIG.yaml] [key.path=value | --key.path value]...")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="FILE.jsonl, FILE.parquet or FILE.sqlite, as buffer export.")
+@click.option("--count", type=click.IntRange(1), help="Prompts of data.train, in a run's order; those of a step when not given.")
+@click.option("--tokens", is_flag=True, help="With ids, mask, log-probs and weight versions of every token.")
+def rollout(words: tuple[str, ...], out: Path, count: int | None, tokens: bool) -> None:
+    """Generate samples of data.train with rewards by model.path, as the first step of a run would, into a file.
+
+    After a kill the same command goes on. Example: megatron-rl rollout grpo.yaml --out samples.jsonl --count 1000
+    """
+    from megatron_rl.evaluation.eval_words import GENERATED
+    from megatron_rl.report.buffer_command import check_new, print_statistics, write_samples
+
+    check_new(out)
+    # The samples are in this directory until they are all there.
+    unfinished = out.with_name(f"{out.name}.partial")
+    own = (f"run.directory={format_value(str(unfinished))}", "eval.sets={}", *GENERATED)
+    settings, _ = _settings((*words, *own), reward=None, ray_address=None)
+    with opened(_session(settings.runtime).generate(settings, count=count or settings.data.prompts_per_step)) as recorded:
+        print_statistics(recorded)
+        write_samples(recorded, out, step=None, group=None, tokens=tokens)
+    shutil.rmtree(unfinished)
 
 
 @cli.command(short_help="Show the prompts that a run would see.", context_settings=_OVERRIDES, options_metavar="[OPTIONS]")

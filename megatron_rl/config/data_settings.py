@@ -46,6 +46,11 @@ class DataSettings(Section):
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="Arguments of the chat template, such as enable_thinking; a row's field of this name wins."
     )
+    max_bad_rows: int = Field(
+        0,
+        ge=0,
+        description="Unusable rows of data.train to leave out, listed in logs/bad_rows.txt; with 0 the first one is an error.",
+    )
     shuffle: bool = Field(True, description="Shuffle data.train in every epoch by the run's seed.")
 
     @property

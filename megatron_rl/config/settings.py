@@ -27,9 +27,10 @@ class RunSettings(Section):
     keep_groups: int = Field(
         4,
         ge=0,
-        le=64,
+        le=2**20,
         description="Groups of each step whose tokens, masks, log-probs and versions stay in the buffer (13 bytes a token), for readers; "
-        "of others they go with the last checkpoint that could come back to them.",
+        "of others they go with the last checkpoint that could come back to them. A step with no more groups stays whole, with the "
+        "engines' records, for train --replay.",
     )
     keep_interval: int = Field(0, ge=0, description="Checkpoints of its multiples are kept for good; 0 keeps the newest alone.")
     export_interval: int = Field(
@@ -174,6 +175,7 @@ class RewardSettings(Section):
         description="package.module:function, or the name of a built-in one, as math or code; null where an environment gives rewards.",
     )
     args: dict[str, Any] = Field(default_factory=dict, description="Own arguments of the function, by the names that it gives them.")
+    check_labels: bool = Field(True, description="Refuse rows whose label a built-in function does not score as an answer, at the start.")
     timeout_s: Seconds = Field(30.0, description="Deadline of one call, in seconds; the worker is then killed.")
     max_error_rate: float = Field(0.05, ge=0, le=1, description="Share of errors and timeouts in a batch above which the run stops.")
 

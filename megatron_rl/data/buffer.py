@@ -23,7 +23,7 @@ from typing import Any
 from megatron_rl.data import buffer_rows
 from megatron_rl.data.sqlite_file import SqliteFile
 from megatron_rl.errors import UserError
-from megatron_rl.types import Failure, Group, Prompt, Sample
+from megatron_rl.types import Group, Prompt
 
 BUFFER_FILE = "buffer.sqlite"  # its name in the directory of a run
 PENDING = "(SELECT id FROM groups WHERE state = 'pending')"
@@ -41,7 +41,7 @@ WAITING = (
 NEWEST = "SELECT trained FROM groups INDEXED BY groups_by_state WHERE state = 'consumed' ORDER BY position DESC LIMIT ?"
 COUNT = "SELECT count(*) FROM groups WHERE state = ?"
 PRUNABLE = (
-    "SELECT row_number() OVER (PARTITION BY consumed_step ORDER BY position), id "
+    "SELECT row_number() OVER (PARTITION BY consumed_step ORDER BY position), count(*) OVER (PARTITION BY consumed_step), id "
     "FROM groups INDEXED BY groups_unpruned WHERE pruned = 0 AND consumed_step <= ?"
 )
 LATER = "SELECT count(*) FROM groups INDEXED BY groups_unpruned WHERE pruned = 0 AND consumed_step > ?"
@@ -155,7 +155,7 @@ class Buffer(SqliteFile):
 
     def finished(self, prompt: Prompt) -> Group | None:
         """Return the samples saved by `put_samples` for a prompt in flight, for reuse."""
-        (group,) = self._groups("id = ?", (prompt.id,))
+        (group,) = buffer_rows.read_groups(self._read, "id = ?", (prompt.id,))
         return group if group.samples or group.failures else None
 
     def put_answers(self, group_id: str, answers: Iterable[Answer]) -> None:
@@ -179,7 +179,11 @@ class Buffer(SqliteFile):
 
     def groups(self, group_ids: Iterable[str]) -> list[Group]:
         """Return these groups with all samples, in the order of their prompts."""
-        return self._groups(CHOSEN, (json.dumps(list(group_ids)),))
+        return buffer_rows.read_groups(self._read, CHOSEN, (json.dumps(list(group_ids)),))
+
+    def in_order(self, group_ids: Iterable[str]) -> list[str]:
+        """Return these ids in the order of prompts."""
+        return self._ids(f"SELECT id FROM groups WHERE {CHOSEN} ORDER BY position", (json.dumps(list(group_ids)),))
 
     def consume(self, rejections: Mapping[str, str | None], *, step: int) -> None:
         """Mark done groups as consumed by `step` (from 1), by id with a reason for no training."""
@@ -274,23 +278,26 @@ class Buffer(SqliteFile):
     def prune(self, step: int, *, keep: int) -> None:
         """Drop the token arrays of groups consumed up to `step`, the oldest kept checkpoint.
 
-        Of each step the first `keep` groups only lose their records of engines, for readers of the run.
+        Of each step the first `keep` groups only lose their records of engines, for readers of the
+        run. A step of `keep` groups or fewer loses nothing, for a replay.
         """
         if self._locked is not None:
             # The next run prunes: the checkpoint at the end of this run must not fail.
             return
         with self._transaction() as connection:
-            found = connection.execute(PRUNABLE, (step,)).fetchall()
+            found = [(number <= keep, of_step <= keep, name) for number, of_step, name in connection.execute(PRUNABLE, (step,))]
             connection.executemany(
                 "UPDATE samples SET response_ids = NULL, loss_mask = NULL, rollout_log_probs = NULL, weight_versions = NULL, "
                 "own_prompt_ids = NULL WHERE group_id = ?",
-                [(group_id,) for number, group_id in found if number > keep],
+                [(group_id,) for kept, _, group_id in found if not kept],
             )
             records = "routed_experts = NULL, candidates = NULL"
-            connection.executemany(f"UPDATE samples SET {records} WHERE group_id = ?", [(group_id,) for _, group_id in found])
             connection.executemany(
-                "UPDATE groups SET pruned = ?, made_by = NULL WHERE id = ?",
-                [(1 + (number <= keep), group_id) for number, group_id in found],
+                f"UPDATE samples SET {records} WHERE group_id = ?", [(group_id,) for _, whole, group_id in found if not whole]
+            )
+            connection.executemany(
+                "UPDATE groups SET pruned = ?, made_by = iif(?, made_by, NULL) WHERE id = ?",
+                [(1 + kept, whole, group_id) for kept, whole, group_id in found],
             )
 
     def _move(self, group_ids: Sequence[str], state: str) -> None:
@@ -298,19 +305,6 @@ class Buffer(SqliteFile):
         self._connection.executemany(
             "UPDATE groups SET state = ?, updated_at = ? WHERE id = ?", [(state, now, group_id) for group_id in group_ids]
         )
-
-    def _groups(self, condition: str, values: Sequence[Any]) -> list[Group]:
-        """Read the matching groups with all their rows, in the order of prompts."""
-        rows = self._read(f"SELECT {buffer_rows.GROUP_COLUMNS} FROM groups WHERE {condition} ORDER BY position", values)
-        prompts = {prompt.id: prompt for prompt in map(buffer_rows.read_prompt, rows)}
-        samples: dict[str, list[Sample]] = {group_id: [] for group_id in prompts}
-        failures: dict[str, list[Failure]] = {group_id: [] for group_id in prompts}
-        chosen = f"group_id IN (SELECT id FROM groups WHERE {condition})"
-        for row in self._read(f"SELECT {buffer_rows.SAMPLE_COLUMNS} FROM samples WHERE {chosen} ORDER BY group_id, sample_index", values):
-            samples[row[0]].append(buffer_rows.read_sample(row, prompt=prompts[row[0]]))
-        for group_id, *fields in self._read(f"SELECT * FROM failures WHERE {chosen} ORDER BY rowid", values):
-            failures[group_id].append(Failure(*fields))
-        return [Group(name, prompt, tuple(samples[name]), tuple(failures[name])) for name, prompt in prompts.items()]
 
     def _ids(self, query: str, values: Any) -> list[str]:
         return [group_id for (group_id,) in self._read(query, values)]

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from megatron_rl.errors import UserError
 from megatron_rl.system.frozen_arrays import Candidates
-from megatron_rl.types import Experts, Prompt, Reward, RewardOutcome, Sample, StopReason
+from megatron_rl.types import Experts, Failure, Group, Prompt, Reward, RewardOutcome, Sample, StopReason
 
 APPLICATION_ID = 0x4D52_4C42
 SCHEMA_VERSION = 10
@@ -35,7 +35,7 @@ CREATE TABLE groups (  -- one row per prompt
     rejection TEXT,  -- reason for no training
     -- 1 when the samples' token arrays were dropped, 2 when kept for readers
     pruned INTEGER NOT NULL DEFAULT 0 CHECK (pruned IN (0, 1, 2)),
-    made_by TEXT  -- settings that shaped the samples, as JSON; NULL without samples, after pruning
+    made_by TEXT  -- settings that shaped the samples, as JSON; NULL without samples, and where pruning dropped anything
 );
 CREATE INDEX groups_by_state ON groups (state, position);
 CREATE INDEX groups_waiting ON groups (position, id, state) WHERE state <> 'consumed';
@@ -170,6 +170,20 @@ def read_sample(row: Sequence[Any], *, prompt: Prompt) -> Sample:
         role=role,
         candidates=None if candidates is None else Candidates.unpacked(np.frombuffer(candidates, "<i4"), len(ids) // 4),
     )
+
+
+def read_groups(read: Callable[..., list[Any]], condition: str, values: Sequence[Any]) -> list[Group]:
+    """Return the groups of a `condition` on their table with all their rows, in the order of prompts; `read` runs a query."""
+    rows = read(f"SELECT {GROUP_COLUMNS} FROM groups WHERE {condition} ORDER BY position", values)
+    prompts = {prompt.id: prompt for prompt in map(read_prompt, rows)}
+    samples: dict[str, list[Sample]] = {group_id: [] for group_id in prompts}
+    failures: dict[str, list[Failure]] = {group_id: [] for group_id in prompts}
+    chosen = f"group_id IN (SELECT id FROM groups WHERE {condition})"
+    for row in read(f"SELECT {SAMPLE_COLUMNS} FROM samples WHERE {chosen} ORDER BY group_id, sample_index", values):
+        samples[row[0]].append(read_sample(row, prompt=prompts[row[0]]))
+    for group_id, *fields in read(f"SELECT * FROM failures WHERE {chosen} ORDER BY rowid", values):
+        failures[group_id].append(Failure(*fields))
+    return [Group(name, prompt, tuple(samples[name]), tuple(failures[name])) for name, prompt in prompts.items()]
 
 
 def _experts_columns(experts: Experts | None) -> tuple[str | None, bytes | None]:

@@ -19,6 +19,7 @@ def overview(prompts: RunPrompts) -> dict[str, str]:
 def detailed_overview(prompts: RunPrompts, *, num_prompts: int = 3) -> Iterator[str]:
     """Yield notes, then numbers, a histogram of lengths, and `num_prompts` prompts with their tokens."""
     yield from (f"note: {note}" for note in prompts.notes)
+    yield from (f"left out: {reason}" for reason in prompts.source.bad.reasons)
     for name, line, lengths, firsts in _described(prompts, num_prompts=num_prompts):
         yield from ("", f"{name}: {line}", *_histogram(lengths))
         for prompt in firsts:

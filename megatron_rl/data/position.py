@@ -36,7 +36,8 @@ def made_by(data: DataSettings, rollout: RolloutSettings, reward: RewardSettings
     return json.dumps(chosen, sort_keys=True)
 
 
-def _difference(made_by: str, now: str) -> str:
+def difference(made_by: str, now: str) -> str:
+    """Return the settings that differ in two texts of `made_by`, in words."""
     then, present = json.loads(made_by), json.loads(now)
     names = sorted(name for name in then.keys() | present.keys() if then.get(name) != present.get(name))
     return " and ".join(f"{name} is {present.get(name)} now and was {then.get(name)}" for name in names)
@@ -76,7 +77,7 @@ def rewind(source: PromptSource, buffer: Buffer, *, step: int, position: dict[st
     # Prompts from before the checkpoint wait with labels of the settings at that time.
     buffer.add_prompts(source.again(sorted(pending)))
     now = buffer.made_by
-    renewed = (f"{counted(count, 'group')} to be made anew, because {_difference(then, now)}" for then, count in others.items())
+    renewed = (f"{counted(count, 'group')} to be made anew, because {difference(then, now)}" for then, count in others.items())
     return (*gone, *renewed)
 
 

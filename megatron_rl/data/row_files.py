@@ -1,26 +1,22 @@
-"""Rows of data files, each with its origin, `FILE:LINE`, for error messages.
+"""The files behind a path, and the check of one row, with its origin, `FILE:LINE`, for error messages.
 
 JSON lines, a JSON array, parquet, or the directory of a dataset that Hugging Face's `datasets` saved.
 """
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-import pyarrow
-import pyarrow.parquet
-
-from megatron_rl.config.data_settings import DataFiles, DataSettings
-from megatron_rl.errors import UserError, counted
+from megatron_rl.config.data_settings import DataSettings
+from megatron_rl.errors import UserError
 from megatron_rl.types import Message
 
 # Of lists and objects in a row: each is walked by calls of Python in the driver, the reward workers and the buffer.
 _MOST_LEVELS = 64
-_TOO_DEEP = f"is nested in more than {_MOST_LEVELS} levels of lists and objects; flatten it, or write it as a string of JSON"
+TOO_DEEP = f"is nested in more than {_MOST_LEVELS} levels of lists and objects; flatten it, or write it as a string of JSON"
 _MOST_BITS = 1024  # of an integer: Python refuses to write those of some thousand digits
 
 
@@ -34,36 +30,6 @@ class Row:
     response: str | None
     metadata: Mapping[str, Any]
     token_ids: tuple[int, ...] = ()
-
-
-def read_rows(files: DataFiles, *, settings: DataSettings, need_response: bool = False) -> list[Row]:
-    """Read and check the chosen rows of `files`, in the order of names and lines.
-
-    Raises UserError with the line (in a table the row, counted from 1), also for a row without a
-    target where supervised training will `need_response`, and for a label_key found in no row.
-    """
-    paths, chosen = data_paths(files.path), files.chosen
-    kept = [row for path in paths for row in _rows(path, settings=settings, need_response=need_response)]
-    rows = kept[chosen]
-    if not rows:
-        raise UserError(f"data file {files.path} has {counted(len(kept), 'row')}, of which rows {files.rows} are none; choose others")
-    if settings.label_key is not None and not need_response and all(row.label is None for row in rows):
-        raise UserError(f"{files.path}: no row has the field {settings.label_key!r}; name the right one in data.label_key, or leave it out")
-    return rows
-
-
-def read_first_row(files: DataFiles, *, settings: DataSettings) -> Row:
-    """Read and check the first row of the first file as `read_rows` does, and no other."""
-    return next(_rows(data_paths(files.path)[0], settings=settings, need_response=False))
-
-
-def _rows(path: Path, *, settings: DataSettings, need_response: bool) -> Iterator[Row]:
-    number = 0
-    for origin, record in _json_records(path) if path.suffix in (".jsonl", ".json") else _table_records(path):
-        number += 1
-        yield check_row(record, origin, settings=settings, need_response=need_response)
-    if not number:
-        raise UserError(f"data file {path} has no rows, needs at least one")
 
 
 def data_paths(path: Path) -> list[Path]:
@@ -98,70 +64,12 @@ def _saved_dataset(path: Path) -> list[Path]:
     return [path / name for name in names]
 
 
-def _json_records(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    with path.open("rb") as file:
-        for number, line in enumerate(_json_objects(file) if path.suffix == ".json" else file, start=1):
-            if not line.strip():
-                continue
-            origin = f"{path}:{number}"
-            try:
-                record = json.loads(line, object_pairs_hook=_object)
-            except UnicodeDecodeError as error:
-                raise UserError(f"{origin}: not UTF-8 ({error.reason} at byte {error.start}); save the file as UTF-8") from error
-            except json.JSONDecodeError as error:
-                reason = f"{error.msg} at column {error.colno}"
-                raise UserError(f"{origin}: not a JSON object ({reason}); each line needs one complete object") from error
-            except ValueError as error:
-                raise UserError(f"{origin}: {error}") from error
-            except RecursionError:
-                raise UserError(f"{origin}: {_TOO_DEEP}") from None
-            if not isinstance(record, dict):
-                raise UserError(f'{origin}: is a JSON {type(record).__name__}, needs an object like {{"prompt": ...}}')
-            yield origin, record
-
-
-def _json_objects(file: BinaryIO) -> Iterable[bytes]:
-    """Return the lines of JSON lines, or a line for each element of one array. Moves lone arrays alone."""
-    begin = file.peek(1024).lstrip()[:1] if isinstance(file, BufferedReader) else b""
-    if begin != b"[":
-        return file
-    try:
-        return [json.dumps(element).encode() for element in json.loads(file.read(), object_pairs_hook=_object)]
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{file.name}: not an array of JSON objects ({error}); correct it, or write one object in each line") from error
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object. Raise ValueError for a repeated key: json keeps only the last."""
-    record = dict(pairs)
-    if len(record) < len(pairs):
-        twice = next(key for index, (key, _) in enumerate(pairs) if key in dict(pairs[:index]))
-        raise ValueError(f"the key {twice!r} appears twice in one object; keep the one that is meant")
-    return record
-
-
-def _table_records(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    number, is_parquet = 0, path.suffix == ".parquet"
-    try:
-        with pyarrow.parquet.ParquetFile(path) if is_parquet else pyarrow.ipc.open_stream(pyarrow.memory_map(str(path))) as file:
-            # Of two columns of a name a row would keep the last.
-            names = (file.schema_arrow if is_parquet else file.schema).names
-            if len(set(names)) < len(names):
-                raise ValueError(f"of its columns {', '.join(map(repr, names))} two have one name")
-            for batch in file.iter_batches() if is_parquet else file:
-                for record in batch.to_pylist():
-                    number += 1
-                    yield f"{path}:{number}", record
-    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
-        kind = "a parquet" if is_parquet else "an Arrow"
-        words = f"data file {path} is not {kind} file that can be read, behind row {number} ({error})"
-        raise UserError(f"{words}; write it again or use .jsonl") from error
-
-
 def check_row(record: Mapping[str, Any], origin: str, *, settings: DataSettings, need_response: bool) -> Row:
     """Return a row from the fields of a line. Raise UserError, beginning with `origin`."""
     for key, value in record.items():
         _check_value({key: value}, f"{origin}: {key!r}", level=0)
+    if isinstance(record.get("tools"), str):
+        record = {**record, "tools": _tools(record["tools"], origin)}
     values = {key: _field(record, key) for key in (settings.prompt_key, settings.label_field, settings.response_field)}
     wanted = {settings.prompt_key: "data.prompt_key"} | ({settings.response_field: "data.label_key"} if need_response else {})
     for key, setting in wanted.items():
@@ -208,7 +116,7 @@ def _check_value(value: Any, origin: str, *, level: int) -> None:
             raise UserError(f"{origin} has half a character (a lone surrogate), which UTF-8 cannot hold; write the whole character")
     elif isinstance(value, dict | list):
         if level > _MOST_LEVELS:
-            raise UserError(f"{origin} {_TOO_DEEP}")
+            raise UserError(f"{origin} {TOO_DEEP}")
         for inner in (*value, *value.values()) if isinstance(value, dict) else value:
             _check_value(inner, origin, level=level + 1)
     elif isinstance(value, int):
@@ -216,6 +124,17 @@ def _check_value(value: Any, origin: str, *, level: int) -> None:
             raise UserError(f"{origin} has an integer of {value.bit_length()} bits, needs at most {_MOST_BITS}; write it as a string")
     elif value is not None and not isinstance(value, float):
         raise UserError(f"{origin} has type {type(value).__name__}, which JSON cannot hold; drop or convert that column")
+
+
+def _tools(text: str, origin: str) -> list[Any]:
+    """Return the tools in a text of JSON."""
+    try:
+        tools = json.loads(text)
+    except (ValueError, RecursionError):
+        tools = None
+    if not isinstance(tools, list):
+        raise UserError(f"{origin}: 'tools' is {_shown(text)}, needs a list, or a text of JSON with one")
+    return tools
 
 
 def _prompt(value: Any, origin: str, key: str) -> str | tuple[Message, ...]:

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.config.data_settings import DataFiles, DataSettings
-from megatron_rl.data.row_files import Row, check_row, data_paths, read_rows
+from megatron_rl.data.row_files import Row, check_row, data_paths
+from megatron_rl.data.row_table import BadRows, Rows, read_rows
 from megatron_rl.errors import UserError, counted
 from megatron_rl.plugins.kinds import KINDS, DataSource
 from megatron_rl.plugins.loader import load, without_exits
@@ -28,9 +29,9 @@ class FileRows:
     given its share of n within one row.
     """
 
-    def __init__(self, sources: Sequence[DataFiles], *, settings: DataSettings, seed: int, need_response: bool) -> None:
-        parts = [read_rows(files, settings=settings, need_response=need_response) for files in sources]
-        self.rows = [row for rows in parts for row in rows]
+    def __init__(self, sources: Sequence[DataFiles], *, settings: DataSettings, seed: int, need_response: bool, bad: BadRows) -> None:
+        parts = [read_rows(files, settings=settings, need_response=need_response, bad=bad) for files in sources]
+        self.rows = Rows.joined(parts)
         self._starts = np.cumsum([0, *map(len, parts)])
         self._shuffle, self._seed = settings.shuffle, seed
         weights = np.array([files.weight for files in sources])
@@ -46,9 +47,10 @@ class FileRows:
         for part in np.flatnonzero(np.diff(starts) == 0):
             origin = self.rows[self._starts[part]].origin
             raise UserError(
-                f"all prompts from {origin} on are longer than data.max_prompt_tokens, which data.overlong drops; raise it, or truncate"
+                f"all prompts from {origin} on are longer than data.max_prompt_tokens, which data.overlong drops, or cannot be used; "
+                "raise it, truncate, or mend them"
             )
-        self.rows, self._starts = [self.rows[index] for index in kept], starts
+        self.rows, self._starts = self.rows.take(kept), starts
 
     def take(self, count: int) -> list[NamedRow]:
         """Return the next `count` rows; a new epoch of a source starts where it ends."""

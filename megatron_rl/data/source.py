@@ -1,11 +1,9 @@
 """Prompts and supervised groups from rows, of files or of a data source. R response tokens."""
 
-import hashlib
-import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -18,9 +16,11 @@ from megatron_rl.config.data_settings import DataFiles, DataSettings
 from megatron_rl.config.eval_sets import EvalSet
 from megatron_rl.data.row_files import Row
 from megatron_rl.data.row_source import FileRows, NamedRow, OwnRows
+from megatron_rl.data.row_table import BadRows, Rows
 from megatron_rl.data.tokenizer import load_tokenizer, unknown_id, vocabulary_size
 from megatron_rl.errors import UserError, counted
-from megatron_rl.types import Group, Ints, Message, Prompt, Reward, RewardOutcome, Sample
+from megatron_rl.system.files import disk_errors, write_atomic
+from megatron_rl.types import Bools, Group, Ints, Message, Prompt, Reward, RewardOutcome, Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,6 +51,7 @@ class PromptSource:
         seed: int,
         need_response: bool = False,
         vocab_size: int | None = None,
+        max_bad_rows: int = 0,
     ) -> None:
         self.name = ", ".join(str(files.path) for files in sources)
         self.max_prompt_tokens = settings.max_prompt_tokens
@@ -59,50 +60,86 @@ class PromptSource:
         self._variables = template_variables(tokenizer)
         self.rows: FileRows | OwnRows  # the rows in order, with the cursor that a checkpoint keeps
         # The rows of files; an endless custom source allows no check in advance.
-        self.known: Sequence[Row] = ()
+        self.known = Rows()
         self.lengths: Ints = np.empty(0, np.int64)
         self.num_overlong = 0
+        self.bad = BadRows(max_bad_rows)
         if not sources:
             self.rows = OwnRows(settings=settings, seed=seed, need_response=need_response)
             return
-        self.rows = file = FileRows(sources, settings=settings, seed=seed, need_response=need_response)
-        if len(file.rows) <= _CHECKED_ROWS or settings.overlong == "drop":
+        self.rows = file = FileRows(sources, settings=settings, seed=seed, need_response=need_response, bad=self.bad)
+        if len(file.rows) <= _CHECKED_ROWS or settings.overlong == "drop" or self.bad.limit:
             firsts = range(0, len(file.rows), _ENCODED_AT_ONCE)
-            encoded = (self._encode(file.rows[first : first + _ENCODED_AT_ONCE]) for first in firsts)
-            self.lengths = np.array([len(ids) for rows in encoded for _, ids in rows])
+            self.lengths = np.concatenate([self._lengths(file.rows[first : first + _ENCODED_AT_ONCE]) for first in firsts])
             overlong = self.lengths > settings.max_prompt_tokens
             self.num_overlong = int(overlong.sum())
-            if settings.overlong == "drop":
-                file.drop(overlong)
-                self.lengths = self.lengths[~overlong]
+            self.drop(self.lengths < 0 if settings.overlong != "drop" else overlong | (self.lengths < 0))
         self.known = file.rows
 
-    @cached_property
-    def prompt_keys(self) -> list[bytes]:
-        """Digests of the prompts, to find repetitions."""
-        return [_prompt_key(row) for row in self.known]
+    def _lengths(self, rows: Sequence[Row]) -> Ints:
+        """Return the numbers of tokens [rows] of the prompts, -1 for those that cannot be used."""
+        try:
+            return np.array([len(ids) for _, ids in self._encode(rows)])
+        except UserError as error:
+            if len(rows) == 1:
+                self.bad.add(error)
+                return np.array([-1])
+            if not self.bad.limit:
+                raise
+            return np.concatenate([self._lengths([row]) for row in rows])
+
+    @property
+    def _tried(self) -> Ints:
+        """The places of rows with a label, where rows are checked at the start."""
+        return np.flatnonzero(self.known.is_labelled) if len(self.known) <= _CHECKED_ROWS else np.empty(0, np.int64)
+
+    def labelled(self) -> Iterator[Prompt]:
+        """Yield the prompts of rows with a label, named by their origin and without their tokens."""
+        for row in map(self.known.__getitem__, self._tried):
+            yield Prompt(row.origin, np.zeros(1, np.int64), "", label=row.label, metadata=row.metadata)
+
+    def leave_out(self, reasons: Sequence[str | None]) -> None:
+        """Leave out those of the `labelled` that have a reason. Raises UserError beyond data.max_bad_rows."""
+        dropped = np.zeros(len(self.known), np.bool_)
+        for place, reason in zip(self._tried, reasons, strict=True):
+            if reason is not None:
+                self.bad.add(UserError(reason))
+                dropped[place] = True
+        self.drop(dropped)
+
+    def drop(self, dropped: Bools) -> None:
+        """Leave out the rows of files in a mask [rows], before any row is taken."""
+        if dropped.any():
+            assert isinstance(self.rows, FileRows), "rows of files"
+            self.rows.drop(dropped)
+            self.known, self.lengths = self.rows.rows, self.lengths[~dropped] if self.lengths.size else self.lengths
 
     def notes(self, *, labelled: bool = True) -> list[str]:
         """Return notes about long prompts, repeated prompts and, where they should be `labelled`, rows without a label."""
         verb = {"error": "refused", "drop": "left out", "truncate": "cut to their last tokens"}[self._settings.overlong]
         long = f"{counted(self.num_overlong, 'prompt')} of {self.name} of more than {self.max_prompt_tokens} tokens: {verb}"
-        seen: dict[bytes, int] = {}
-        again = [(place, first) for place, key in enumerate(self.prompt_keys) if (first := seen.setdefault(key, place)) != place]
-        repeated = f"{len(again)} of {counted(len(self.known), 'row')} of {self.name} repeat a prompt: " + "".join(
-            f"{self.known[place].origin} is that of {self.known[first].origin}" for place, first in again[:1]
-        )
-        label = self._label_note() if labelled else None
-        return [*[long] * bool(self.num_overlong), *[repeated] * bool(again), *([] if label is None else [label])]
+        bad = f"{counted(len(self.bad.reasons), 'row')} of {self.name} left out, the first: {''.join(self.bad.reasons[:1])}"
+        found = [long] * bool(self.num_overlong) + [bad] * bool(self.bad.reasons)
+        return [*found, *self._repetition_note(), *(self._label_note() if labelled else [])]
 
-    def _label_note(self) -> str | None:
-        """Return a note about rows without a label; None when every row has one."""
-        origins = [row.origin for row in self.known if row.label is None]
-        if not origins:
-            return None
+    def _repetition_note(self) -> list[str]:
+        """Return a note about rows that repeat a prompt, where there are some."""
+        _, firsts, inverse = np.unique(self.known.keys, return_index=True, return_inverse=True)
+        again = np.flatnonzero(firsts[inverse] != np.arange(len(inverse)))
+        if not again.size:
+            return []
+        where = f"{self.known[again[0]].origin} is that of {self.known[firsts[inverse[again[0]]]].origin}"
+        return [f"{len(again)} of {counted(len(self.known), 'row')} of {self.name} repeat a prompt: {where}"]
+
+    def _label_note(self) -> list[str]:
+        """Return a note about rows without a label, where there are some."""
+        lacking = np.flatnonzero(~self.known.is_labelled)
+        if not lacking.size:
+            return []
         which, first = f"no row of {self.name} has", ""
-        if len(origins) < len(self.known):
-            which, first = f"{len(origins)} of {len(self.known)} rows lack", f", the first is {origins[0]}"
-        return f"{which} the field {self._settings.label_field!r}{first}: the reward function gets label None for them"
+        if len(lacking) < len(self.known):
+            which, first = f"{len(lacking)} of {len(self.known)} rows lack", f", the first is {self.known[lacking[0]].origin}"
+        return [f"{which} the field {self._settings.label_field!r}{first}: the reward function gets label None for them"]
 
     def repeat_note(self) -> str | None:
         """Return a note when a step takes more rows than there are."""
@@ -117,8 +154,8 @@ class PromptSource:
     def probes(self) -> list[Prompt]:
         """Return the first prompt with a label and the first without one. Moves nothing."""
         rows = self.known or self.rows.first(1)
-        unlabelled = [row.label is None for row in rows]
-        firsts = sorted(unlabelled.index(kind) for kind in (False, True) if kind in unlabelled)
+        labelled = self.known.is_labelled if self.known else np.array([rows[0].label is not None])
+        firsts = sorted(int(np.argmax(labelled == kind)) for kind in (False, True) if (labelled == kind).any())
         return self._prompts([(f"eval-{index}", rows[index]) for index in firsts])
 
     def next_prompts(self, count: int) -> list[Prompt]:
@@ -279,26 +316,19 @@ def template_variables(tokenizer: "PreTrainedTokenizerBase") -> frozenset[str]:
     )
 
 
-def _prompt_key(row: Row) -> bytes:
-    """Return a digest of a row's prompt without differences of case and white space."""
-    text = str(row.token_ids or row.prompt) if isinstance(row.prompt, str) else json.dumps(row.prompt, sort_keys=True)
-    return hashlib.blake2b(" ".join(text.casefold().split()).encode(), digest_size=16).digest()
-
-
 def overlap_note(train: PromptSource, held_out: PromptSource) -> str | None:
     """Return a note about prompts of the held-out rows among those to train on; None without any."""
-    wanted = set(held_out.prompt_keys)
-    origins = {key: row.origin for key, row in zip(train.prompt_keys, train.known, strict=True) if key in wanted}
-    both = [(row.origin, origins[key]) for key, row in zip(held_out.prompt_keys, held_out.known, strict=True) if key in origins]
-    if not both:
+    both = np.flatnonzero(np.isin(held_out.known.keys, train.known.keys))
+    if not both.size:
         return None
     which = f"{len(both)} of {counted(len(held_out.known), 'prompt')} of {held_out.name} are also trained on"
-    return f"{which}, the first is {both[0][0]}, in {both[0][1]}"
+    first = int(np.argmax(train.known.keys == held_out.known.keys[both[0]]))
+    return f"{which}, the first is {held_out.known[both[0]].origin}, in {train.known[first].origin}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPrompts:
-    """The prompts of a run: the `source` of data.train, and those of eval.sets `held_out`, by set.
+    """The prompts of a run: the `source` of data.train where it `trains`, and those of eval.sets `held_out`, by set.
 
     `probes` are prompts of all files for the trial of the run's reward function, with and without a
     label. `notes` are about the rows of all files.
@@ -306,6 +336,7 @@ class RunPrompts:
 
     tokenizer: "PreTrainedTokenizerBase"
     source: PromptSource
+    trains: bool
     held_out: Mapping[str, tuple[Prompt, ...]]
     probes: tuple[Prompt, ...]
     notes: tuple[str, ...]
@@ -326,12 +357,13 @@ class RunPrompts:
         open_source = partial(PromptSource, tokenizer=tokenizer, settings=data, seed=seed, vocab_size=vocabulary_size(model))
         files = {path: open_source([DataFiles(path=path)]) for path in dict.fromkeys(each.data for each in sets.values())}
         held_out, tried = list(files.values()), {each.data for each in sets.values() if each.reward is None}
-        train = [open_source(data.sources, need_response=supervised)] if trains else []
+        train = [open_source(data.sources, need_response=supervised, max_bad_rows=data.max_bad_rows)] if trains else []
         notes = [file.repeat_note() for file in train] + [overlap_note(file, other) for file in train for other in held_out]
         of_run_reward = [file for path, file in files.items() if path in tried]
         return cls(
             tokenizer=tokenizer,
             source=(train + held_out)[0],
+            trains=trains,
             held_out={name: tuple(files[each.data].all(name)) for name, each in sets.items()},
             probes=tuple(prompt for file in of_run_reward + train for prompt in file.probes()),
             notes=(
@@ -339,6 +371,13 @@ class RunPrompts:
                 *(note for file in train + held_out for note in file.notes(labelled=not supervised)),
             ),
         )
+
+    def list_bad_rows(self, path: Path) -> None:
+        """Write the rows of data.train that are left out with their reasons to `path`, where there are some."""
+        if reasons := self.source.bad.reasons:
+            with disk_errors(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(path, "\n".join([*reasons, ""]))
 
     def for_parity(self, count: int) -> list[Prompt]:
         """Return 1 to `count` prompts: held-out ones, or without eval.sets those to train on."""

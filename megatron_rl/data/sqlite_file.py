@@ -42,7 +42,7 @@ class SqliteFile:
             except OSError as error:
                 reason = f"cannot be locked ({error.strerror}), needs a file system with locks; choose another run.directory"
                 raise UserError(f"the buffer {path} {reason}") from error
-            with _database_errors(path):
+            with database_errors(path):
                 self._connection = undo.enter_context(closing(sqlite3.connect(path, timeout=NAMED_S, isolation_level=None)))
                 self._open(schema, identity)
             self._lock = lock
@@ -52,16 +52,10 @@ class SqliteFile:
         # On file systems without WAL, SQLite stays with the rollback journal: as safe, but slower.
         self._read("PRAGMA journal_mode = WAL")
         self._read("PRAGMA synchronous = NORMAL")
-        ((application,),), ((version,),) = (self._read(f"PRAGMA {name}") for name in ("application_id", "user_version"))
         if self._read("SELECT count(*) FROM sqlite_master") == [(0,)]:
             self._connection.executescript(f"BEGIN IMMEDIATE; {schema} COMMIT;")
-        elif application != identity[0]:
-            raise UserError(f"{self.path} is the database of another program; choose another run.directory")
-        elif version != identity[1]:
-            raise UserError(
-                f"{self.path} has schema version {version}, this release reads {identity[1]}: choose another run.directory "
-                "or use the release that wrote it"
-            )
+        else:
+            check_identity(self.path, self._read, identity)
 
     def flush(self) -> None:
         """Write all moves so far to the disk, so that no power failure can undo them."""
@@ -85,12 +79,12 @@ class SqliteFile:
         self.close()
 
     def _read(self, query: str, values: Sequence[Any] | Mapping[str, Any] = ()) -> list[Any]:
-        with _database_errors(self.path):
+        with database_errors(self.path):
             return self._connection.execute(query, values).fetchall()
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        with _database_errors(self.path):
+        with database_errors(self.path):
             self._begin()
             try:
                 yield self._connection
@@ -130,12 +124,25 @@ def check_database(path: Path) -> None:
     with disk_errors(path), path.open("rb") as file:
         head = file.read(len(_MAGIC))
     if head and head != _MAGIC:
-        with _database_errors(path):
+        with database_errors(path):
             raise sqlite3.DatabaseError("file is not a database")
 
 
+def check_identity(path: Path, read: Callable[[str], list[Any]], identity: tuple[int, int]) -> None:
+    """Raise UserError for a database of another application id or schema version; `read` runs a query."""
+    ((application,),), ((version,),) = (read(f"PRAGMA {name}") for name in ("application_id", "user_version"))
+    if application != identity[0]:
+        raise UserError(f"{path} is the database of another program; choose another run.directory")
+    if version != identity[1]:
+        raise UserError(
+            f"{path} has schema version {version}, this release reads {identity[1]}: choose another run.directory "
+            "or use the release that wrote it"
+        )
+
+
 @contextmanager
-def _database_errors(path: Path) -> Iterator[None]:
+def database_errors(path: Path) -> Iterator[None]:
+    """Raise UserError for errors of the database at `path` that the user can mend."""
     try:
         yield
     except sqlite3.DatabaseError as error:

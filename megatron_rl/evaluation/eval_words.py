@@ -14,12 +14,16 @@ from megatron_rl.errors import UserError
 from megatron_rl.evaluation.evaluator import EVALUATION_DIRECTORY, SetResult
 
 _SETTINGS_FILES = (".yaml", ".yml")
+GENERATED = (
+    *("objective={}", "training={}", "model.teacher=null", "rollout.max_staleness=0", "rollout.order={kind: in_order}", "weights={}"),
+    "runtime.colocate=false",
+)
+"""Settings of training, which generation alone does not read and whose contradictions are none of it."""
 UNTRAINED = (
-    *("data.train=unused", "data.source=null", "data.args={}", "data.samples_per_prompt=8", "objective={}", "training={}"),
-    *("model.teacher=null", "rollout.max_staleness=0", "rollout.order={kind: in_order}", "weights={}", "run={directory: unused}"),
+    *("data.train=unused", "data.source=null", "data.args={}", "data.samples_per_prompt=8", *GENERATED, "run={directory: unused}"),
     "rollout.sampling.entropy=null",
 )
-"""Settings of training, which an evaluation does not read and whose contradictions are none of it."""
+"""Those that an evaluation does not read."""
 
 
 def split_models(words: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -13,7 +13,8 @@ import numpy as np
 from megatron_rl.config.data_settings import DataFiles, DataSettings
 from megatron_rl.config.derived import request_deadline_s, reward_workers
 from megatron_rl.config.settings import Settings
-from megatron_rl.data.row_files import Row, read_rows
+from megatron_rl.data.row_files import Row
+from megatron_rl.data.row_table import read_rows
 from megatron_rl.data.source import messages_of
 from megatron_rl.engines.sampling import Sampling
 from megatron_rl.errors import TrajectoryError, UserError

@@ -19,6 +19,8 @@ from megatron_rl.types import Group, Sample, trajectories
 
 NO_SIGNAL = "no signal (objective.zero_variance)"
 NO_REWARD = "no sample has a reward"
+FAILED = "the rollout failed for"
+"""The beginning of the reason of a group that another one replaced."""
 
 GroupFilter = Callable[[Group], str | None]  # a group -> None to train on it, or why not, as the buffer notes it
 
@@ -50,7 +52,7 @@ class GroupChoice:
         num_left, num_failed = group.num_made, len(group.failures)
         if num_failed and num_left < self._fewest:
             of_all = f"{num_failed} of {num_left + num_failed} trajectories"
-            return Chosen(group, f"the rollout failed for {of_all}: {group.failures[0].headline}", failed=True)
+            return Chosen(group, f"{FAILED} {of_all}: {group.failures[0].headline}", failed=True)
         if not any(sample.reward is not None and sample.reward.value is not None for sample in group.samples):
             return Chosen(group, NO_REWARD, kept=not self._drops)
         if self._drops and not has_signal(group, self._advantage):

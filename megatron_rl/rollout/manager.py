@@ -36,6 +36,7 @@ from megatron_rl.observe.failures import FailureLog
 from megatron_rl.observe.group_metrics import failure_metrics, rollout_metrics, tail_metrics
 from megatron_rl.observe.metrics import Mean, Metric, Sum
 from megatron_rl.plugins.kinds import Rollout
+from megatron_rl.rewards.gold import check_gold
 from megatron_rl.rewards.runner import RewardRunner, scores_of_sets
 from megatron_rl.rollout.engine_watch import watched_pool
 from megatron_rl.rollout.generator import cancel
@@ -142,6 +143,12 @@ class RolloutManager:
             options: dict[str, Any] = {"num_workers": reward_workers(), "log_path": log_path, "note": say}
             workers = stack.enter_context(ExitStack())
             scores = scores_of_sets(settings.eval.sets, settings.reward, prompts=prompts.held_out, stack=workers, **options)
+            if rewards is not None:
+                before = len(prompts.source.bad.reasons)
+                await check_gold(prompts, settings.reward, score=rewards.score, sets=settings.eval.sets)
+                if unscored := prompts.source.bad.reasons[before:]:
+                    say(f"{counted(len(unscored), 'row')} left out, whose label is not scored, the first: {unscored[0]}")
+                    prompts.list_bad_rows(settings.run.directory / "logs" / "bad_rows.txt")
             rollout = await stack.enter_async_context(
                 opened_rollout(
                     settings.rollout,
@@ -241,6 +248,11 @@ class RolloutManager:
         """Have a resumed run make the samples of the step after `step` steps, and finished ones, anew."""
         self._buffer.distrust(step=step + 1)
 
+    async def generate(self, count: int, *, progress: PhaseProgress) -> None:
+        """Make the groups of the first `count` prompts, which stay in the buffer; those of a killed call are kept."""
+        rewind(self.prompts.source, self._buffer, step=0, position=None)
+        await self.production.make(count, step=0, progress=progress)
+
     # The batch of a step
 
     async def next_batch(self, step: int, *, progress: PhaseProgress) -> tuple[TrainBatch, dict[str, Metric]]:
@@ -267,6 +279,9 @@ class RolloutManager:
             progress.advance(-missing)
         else:
             raise UserError(self._without_signal(taken, step=step))
+        # Rounds of resampling end in any order, and a replay of the step knows the prompts' alone.
+        place = {group_id: number for number, group_id in enumerate(self._buffer.in_order(each.group.id for each in taken))}
+        taken.sort(key=lambda each: place[each.group.id])
         kept = [each.group for each in taken if each.kept]
         batch = make_train_batch(kept or [each.group for each in taken if not each.failed], version=step)
         if not kept:

@@ -27,13 +27,14 @@ class Needs:
     unit: Literal["CPU", "GPU"] = "GPU"
 
     @classmethod
-    def of(cls, settings: Settings, *, device_kind: Literal["cpu", "cuda"], trains: bool = True) -> "Needs":
-        """Return the needs of a run of these settings; an evaluation does not train and has no ranks."""
+    def of(cls, settings: Settings, *, device_kind: Literal["cpu", "cuda"], trains: bool = True, generates: bool = True) -> "Needs":
+        """Return the needs of a run of these settings: an evaluation does not train and has no ranks, a replay does not generate."""
+        has_engines = generates and not (trains and settings.supervised)
         return cls(
             num_ranks=settings.training.topology.num_ranks if trains else 0,
-            num_engines=0 if trains and settings.supervised else settings.rollout.num_engines,
+            num_engines=settings.rollout.num_engines if has_engines else 0,
             slots_per_engine=settings.rollout.ranks_per_engine if device_kind == "cuda" else 1,
-            colocated=trains and settings.runtime.colocate and not settings.supervised,
+            colocated=trains and has_engines and settings.runtime.colocate,
             unit="GPU" if device_kind == "cuda" else "CPU",
         )
 

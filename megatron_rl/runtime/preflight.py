@@ -4,6 +4,7 @@ Nothing is written and no process of the run is started. Upstream libraries are 
 accepted values, so importing them is the greatest cost: a few seconds.
 """
 
+import asyncio
 import os
 import shutil
 import warnings
@@ -33,8 +34,9 @@ from megatron_rl.config.settings import (
     TopologySettings,
     TrainingSettings,
 )
-from megatron_rl.data.row_files import data_paths, read_first_row
+from megatron_rl.data.row_files import data_paths
 from megatron_rl.data.row_source import OwnRows
+from megatron_rl.data.row_table import read_first_row
 from megatron_rl.data.source import RunPrompts
 from megatron_rl.data.tokenizer import check_ends, load_tokenizer, model_type
 from megatron_rl.engines.server_args import check_environment, check_records_routing, check_tensor_parallel, validate_server_args
@@ -42,6 +44,7 @@ from megatron_rl.errors import UserError, counted, sized
 from megatron_rl.observe.memory import available_memory_bytes
 from megatron_rl.observe.sinks import check_installed
 from megatron_rl.plugins.loader import load
+from megatron_rl.rewards.gold import check_gold
 from megatron_rl.rewards.runner import RewardRunner
 from megatron_rl.rollout.opened_rollout import load_rollout
 from megatron_rl.rollout.renderers import choose_renderer
@@ -209,7 +212,6 @@ def _check_model(model: ModelSettings, training: TrainingSettings, target: Targe
 
 def _check_teacher(model: ModelSettings) -> list[str]:
     teacher = model.teacher
-    # Another check reports a missing directory.
     if teacher is None or not teacher.is_dir():
         return []
     check_vocabulary(model.path, teacher)
@@ -244,7 +246,6 @@ def _check_optimizer(training: TrainingSettings, dtype: torch.dtype, *, has_crit
 
 
 def _check_found(path: Path) -> None:
-    """Raise UserError where no data file is behind `path`."""
     data_paths(path)
 
 
@@ -262,6 +263,8 @@ def _check_rows(data: DataSettings, evaluation: EvalSettings, model: Path, rewar
         with RewardRunner(settings) as runner:
             for prompt in probes:
                 runner.probe(prompt)
+            if settings is reward:
+                asyncio.run(check_gold(prompts, settings, score=runner.score, sets=evaluation.sets))
     return list(prompts.notes)
 
 
@@ -351,7 +354,6 @@ def _check_disk(run: RunSettings, model: Path, *, has_critic: bool) -> list[str]
 
 def _check_cpu_memory(model: ModelSettings, training: TrainingSettings, objective: Objective, *, num_engines: int) -> list[str]:
     teacher = model.teacher if objective.distillation_coef else None
-    # Another check reports a missing directory.
     asked = _num_parameters(teacher) if teacher is not None and teacher.is_dir() else 0
     sizes = {"parameters": _num_parameters(model.path), "teacher_parameters": asked, "available": available_memory_bytes()}
     return check_cpu_memory(training, objective, num_engines=num_engines, **sizes)

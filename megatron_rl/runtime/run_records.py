@@ -4,6 +4,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from megatron_rl.checkpoints.run_checkpoints import POLICY_LINK, SETTINGS_FILE, checkpoint_paths
 from megatron_rl.config.settings import RunSettings
@@ -21,8 +22,11 @@ from megatron_rl.runtime.supervisor import run_command
 class RunRecords:
     """Collects the metrics of a step until `log`; evaluations, phases and memory of the whole run."""
 
-    def __init__(self, run: RunSettings, *, console: RunConsole, sinks: Sinks, memory: PeakMemory, timer: PhaseTimer) -> None:
+    def __init__(
+        self, run: RunSettings, *, console: RunConsole, sinks: Sinks, memory: PeakMemory, timer: PhaseTimer, replay: Path | None = None
+    ) -> None:
         self._run, self._console, self._sinks, self._memory, self._timer = run, console, sinks, memory, timer
+        self._resume_words = ["--resume"] if replay is None else ["--resume", "--replay", str(replay)]
         self._metrics: list[dict[str, Metric]] = []
         self._clocks: dict[str, tuple[Callable[[], float], float]] = {}
         self.logged_steps = 0
@@ -123,4 +127,4 @@ class RunRecords:
 
     @property
     def _resume_command(self) -> str:
-        return shlex.join([sys.executable, "-m", "megatron_rl", "train", str(self._run.directory / SETTINGS_FILE), "--resume"])
+        return shlex.join([sys.executable, "-m", "megatron_rl", "train", str(self._run.directory / SETTINGS_FILE), *self._resume_words])

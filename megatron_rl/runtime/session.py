@@ -16,21 +16,21 @@ from megatron_rl.config.derived import dtype_name
 from megatron_rl.config.load import dump_settings
 from megatron_rl.config.settings import ModelSettings, Settings
 from megatron_rl.data.buffer import BUFFER_FILE
-from megatron_rl.errors import CheckpointError, MegatronRLError, ResumableError, WorkerDiedError
+from megatron_rl.errors import CheckpointError, MegatronRLError, ResumableError, UserError, WorkerDiedError
 from megatron_rl.evaluation.evaluator import SetResult, weight_files
 from megatron_rl.observe.console import SUPERVISED_COLUMNS, RunConsole, rl_columns
 from megatron_rl.observe.memory import PeakMemory
 from megatron_rl.observe.sinks import Sinks
 from megatron_rl.observe.summary import SUMMARY_FILE, asked_to_end, signal_of
 from megatron_rl.observe.timing import PhaseTimer
-from megatron_rl.rollout.manager import reward_log
+from megatron_rl.rollout.manager import RolloutManager, reward_log
 from megatron_rl.runtime.cluster import cluster_capability, cluster_device_kind
 from megatron_rl.runtime.engine_model import evaluated_model
 from megatron_rl.runtime.engines import weight_sync
 from megatron_rl.runtime.loop import train_loop
 from megatron_rl.runtime.rank_returns import RankReturns, RanksLostError
 from megatron_rl.runtime.run import Run
-from megatron_rl.runtime.run_evaluations import evaluation_deadline_s, make_evaluator
+from megatron_rl.runtime.run_evaluations import evaluation_deadline_s, generation_deadline_s, make_evaluator
 from megatron_rl.runtime.run_records import RunRecords
 from megatron_rl.runtime.start import RunStart, StartReport
 from megatron_rl.runtime.trainers import spare_what_is_loaded
@@ -43,8 +43,10 @@ with quiet_megatron_imports():
     from megatron_rl.models.read_spec import read_model_spec
 
 
-def train(settings: Settings, *, resume: bool, weights_only: bool = False) -> None:
+def train(settings: Settings, *, resume: bool, weights_only: bool = False, replay: Path | None = None) -> None:
     """Train as the settings say, or continue with `resume` from the run's newest checkpoint, with `weights_only` by a new optimizer.
+
+    With `replay`, a run directory or an exported file, train on the batches recorded there, without engines.
 
     Raises UserError for what the user can mend and the failing process's own error otherwise; nothing keeps running.
     """
@@ -57,7 +59,7 @@ def train(settings: Settings, *, resume: bool, weights_only: bool = False) -> No
         with _announcing_failure(console, directory):
             _clean_up(console)
             start = RunStart(settings, stack, StartReport(console, timer))
-            begin = partial(_begin, settings, start, console=console, memory=memory, timer=timer)
+            begin = partial(_begin, settings, start, replay=replay, console=console, memory=memory, timer=timer)
             returns = RankReturns(settings.runtime.restarts, directory=directory, note=console.say)
             run, origin = begin(resume=resume), _newest(directory)
             while True:
@@ -74,16 +76,21 @@ def train(settings: Settings, *, resume: bool, weights_only: bool = False) -> No
                     resume, weights_only = True, weights_only and _newest(directory) == origin
 
 
-def _begin(settings: Settings, start: RunStart, *, resume: bool, console: RunConsole, memory: PeakMemory, timer: PhaseTimer) -> Run:
+def _begin(
+    settings: Settings, start: RunStart, *, resume: bool, replay: Path | None, console: RunConsole, memory: PeakMemory, timer: PhaseTimer
+) -> Run:
     """Start the processes of the run that do not serve yet, and return the run."""
     directory = settings.run.directory
     # Seconds of a step that was broken off are none of the next row's.
     timer.take()
     with timer.measure("start"), console.phase("start"):
-        make_run = start.supervised(resume=resume) if settings.supervised else start.with_engines(resume=resume)
+        if replay is not None:
+            make_run = start.replayed(replay, resume=resume)
+        else:
+            make_run = start.supervised(resume=resume) if settings.supervised else start.with_engines(resume=resume)
     console.say(str(start.report))
     _say_choices(settings.model, cp=settings.training.topology.cp, console=console)
-    if not settings.supervised:
+    if not settings.supervised and replay is None:
         colocate, kind = settings.runtime.colocate, cluster_device_kind()
         console.say(f"weight sync: {weight_sync(settings.weight_transport, settings.weights, colocate=colocate, device_kind=kind)}")
         console.say(f"what the reward function prints is in {reward_log(directory)}")
@@ -93,7 +100,7 @@ def _begin(settings: Settings, start: RunStart, *, resume: bool, console: RunCon
     found = newest_checkpoint(directory) if resume else None
     step, row = (found[1].step, found[1].metrics) if found is not None else (0, {})
     sinks = Sinks(directory, settings.observe, first_step=step, row=row, config=settings.model_dump(mode="json"))
-    records = RunRecords(settings.run, console=console, sinks=start.life.enter_context(sinks), memory=memory, timer=timer)
+    records = RunRecords(settings.run, console=console, sinks=start.life.enter_context(sinks), memory=memory, timer=timer, replay=replay)
     run = make_run(records=records)
     start.life.callback(run.give_up)
     return run
@@ -164,6 +171,40 @@ def evaluate(settings: Settings) -> list[SetResult]:
     After a kill it goes on, where model and settings are the same.
     """
     directory, names = settings.run.directory, tuple(settings.eval.sets)
+    with ExitStack() as stack:
+        # Nothing is trained on, so nothing has to be kept.
+        scratch = stack.enter_context(scratch_directory()).path
+        start, console, manager, dtype = stack.enter_context(_engines_alone(settings, buffer=scratch / BUFFER_FILE, trains=False))
+        evaluator = make_evaluator(settings, manager)
+        with console.phase("eval", total=evaluator.num_prompts(names), unit="prompts") as progress:
+            facts = {"model": str(settings.model.path), "files": weight_files(settings.model.path), "dtype": dtype}
+            running = evaluator.run(names, directory=directory, facts=facts, goes_on=True, advance=progress.advance)
+            timeout_s = evaluation_deadline_s(settings, num_samples=evaluator.num_answers(names))
+            return start.watchdog.wait(running, name="evaluation", owner="the engines", timeout_s=timeout_s)
+
+
+def generate(settings: Settings, *, count: int) -> Path:
+    """Make groups of the first `count` prompts of data.train with the weights of model.path; return the buffer, in run.directory.
+
+    After a kill it goes on, where model and settings are the same. Raises as `train`, and UserError for others.
+    """
+    directory, facts = settings.run.directory, f"{dump_settings(settings)}# weights {weight_files(settings.model.path)}\n"
+    begun = directory / SETTINGS_FILE
+    if begun.exists() and begun.read_text("utf-8") != facts:
+        raise UserError(f"{directory} has samples of another model or other settings; remove it, or give another --out")
+    with _engines_alone(settings, buffer=directory / BUFFER_FILE, trains=True) as (start, console, manager, _):
+        write_atomic(begun, facts)
+        with console.phase("rollout", total=count, unit="groups") as progress:
+            num_samples = count * settings.data.samples_per_prompt
+            timeout_s = generation_deadline_s(settings.model, settings.rollout, settings.reward, num_samples=num_samples)
+            start.watchdog.wait(manager.generate(count, progress=progress), name="rollout", owner="the engines", timeout_s=timeout_s)
+    return directory / BUFFER_FILE
+
+
+@contextmanager
+def _engines_alone(settings: Settings, *, buffer: Path, trains: bool) -> Iterator[tuple[RunStart, RunConsole, RolloutManager, str]]:
+    """Start engines that serve the weights of model.path, in the dtype that is returned; `trains` reads data.train, too."""
+    directory = settings.run.directory
     with disk_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
@@ -172,19 +213,13 @@ def evaluate(settings: Settings) -> list[SetResult]:
         report = StartReport(console, PhaseTimer())
         with console.phase("start"):
             start = RunStart(settings, stack, report)
-            # Nothing is trained on, so nothing has to be kept.
-            manager = start.open_manager(stack.enter_context(scratch_directory()).path / BUFFER_FILE, trains=False)
-            evaluator = make_evaluator(settings, manager)
+            manager = start.open_manager(buffer, trains=trains)
             reservation = start.reserve(trains=False)
             dtype = dtype_name(settings.model, device_kind=reservation.device_kind)
             model = evaluated_model(settings.model.path, directory=directory, dtype=dtype, note=report.note)
             engines = start.place_engines(stack.enter_context(model), reservation)
             with report.part("engines"):
-                # The engines evaluate the weights of their start.
+                # The engines serve the weights of their start.
                 start.join(manager, engines, engines.begin_start(), serve_current=True)
         console.say(str(report))
-        with console.phase("eval", total=evaluator.num_prompts(names), unit="prompts") as progress:
-            facts = {"model": str(settings.model.path), "files": weight_files(settings.model.path), "dtype": dtype}
-            running = evaluator.run(names, directory=directory, facts=facts, goes_on=True, advance=progress.advance)
-            timeout_s = evaluation_deadline_s(settings, num_samples=evaluator.num_answers(names))
-            return start.watchdog.wait(running, name="evaluation", owner="the engines", timeout_s=timeout_s)
+        yield start, console, manager, dtype

@@ -34,6 +34,7 @@ from megatron_rl.runtime.engines import EngineGroup
 from megatron_rl.runtime.placement import Needs
 from megatron_rl.runtime.preflight import check_on_gpus
 from megatron_rl.runtime.ray_session import ray_cluster
+from megatron_rl.runtime.replay_run import ReplayRun, open_record
 from megatron_rl.runtime.run import RolloutRun, Run
 from megatron_rl.runtime.supervised_run import SupervisedRun
 from megatron_rl.runtime.target import no_gpu
@@ -119,6 +120,16 @@ class RunStart:
         self._start_ranks(ranks, resume=resume)
         return partial(SupervisedRun, settings, source=prompts.source, ranks=ranks)
 
+    def replayed(self, replay: Path, *, resume: bool) -> Callable[..., Run]:
+        """Do as `supervised` with the batches that the run at `replay` recorded."""
+        settings = self._settings
+        self._claim_directory()
+        recorded, before = open_record(replay, settings, resume=resume, note=self.report.note)
+        self.life.enter_context(recorded)
+        ranks = self.ranks = TrainerGroup(settings, reservation=self.reserve(generates=False), watchdog=self.watchdog)
+        self._start_ranks(ranks, resume=resume)
+        return partial(ReplayRun, settings, recorded=recorded, before=before, ranks=ranks)
+
     def with_engines(self, *, resume: bool) -> Callable[..., Run]:
         """Do as `supervised` with engines: ranks and engines start at once, or in turns on shared devices."""
         settings, watchdog = self._settings, self.watchdog
@@ -162,6 +173,7 @@ class RunStart:
         prompts = RunPrompts.read(settings.model.path, settings.data, sets=settings.eval.sets, seed=settings.run.seed, **kind)
         for note in prompts.notes:
             self.report.note(note)
+        prompts.list_bad_rows(settings.run.directory / "logs" / "bad_rows.txt")
         return prompts
 
     def open_manager(self, buffer: Path, *, trains: bool = True) -> RolloutManager:
@@ -172,12 +184,12 @@ class RunStart:
             name = "checking the reward function and opening the buffer"
             return self.life.enter_context(self.watchdog.entered(opening, name=name, owner="the reward workers", timeout_s=REWARDS_START_S))
 
-    def reserve(self, *, trains: bool = True) -> Reservation:
-        """Start or join Ray, and reserve a place for every process, once."""
+    def reserve(self, **kind: bool) -> Reservation:
+        """Start or join Ray, and reserve a place for every process, once; `kind` as in `Needs.of`."""
         if self._reservation is not None:
             return self._reservation
         runtime, directory = self._settings.runtime, self._settings.run.directory
-        on_cpu = Needs.of(self._settings, device_kind="cpu", trains=trains)
+        on_cpu = Needs.of(self._settings, device_kind="cpu", **kind)
         with self.report.part("Ray"):
             num_processes = on_cpu.num_ranks + on_cpu.num_engines
             cluster = ray_cluster(address=runtime.ray_address, num_processes=num_processes, logs=directory / "logs" / "ray")
@@ -188,7 +200,7 @@ class RunStart:
         device_kind = cluster_device_kind()
         if device_kind == "cpu" and runtime.cluster.gpu is not None:
             raise UserError(no_gpu(runtime.cluster.gpu, "the Ray cluster"))
-        needs = on_cpu if device_kind == "cpu" else Needs.of(self._settings, device_kind=device_kind, trains=trains)
+        needs = on_cpu if device_kind == "cpu" else Needs.of(self._settings, device_kind=device_kind, **kind)
         variables = shared_variables(os.environ, device_kind=device_kind, interface=runtime.network_interface)
         if variables:
             self.report.note(f"every rank and engine has {' '.join(f'{name}={value}' for name, value in variables.items())}")

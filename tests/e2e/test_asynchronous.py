@@ -43,11 +43,27 @@ def assert_no_token_is_too_old(buffer: Path, *, num_steps: int, max_staleness: i
         assert step - 1 - max_staleness <= oldest <= newest <= step - 1
 
 
+def assert_replays(recorded: Path, directory: Path, start: Callable[..., Any]) -> None:
+    """A run without engines on the recorded batches has the same losses, norms of gradients and weights, bit for bit."""
+    again = start("train", str(recorded / "settings.yaml"), f"run.directory={directory}", "--replay", str(recorded))
+    assert again.wait() == 0, again.output
+    steps, expected = metrics(directory), metrics(recorded)
+    names = [name for name in steps[1] if name.startswith(("train/", "rollout/reward")) and name in expected[1] and name not in MEASURED]
+    assert {"train/loss", "train/grad_norm"} <= set(names) and expected[1]["train/grad_norm"] > 0
+    assert {step: [row[name] for name in names] for step, row in steps.items()} == {
+        step: [row[name] for name in names] for step, row in expected.items() if step
+    }
+    for file in sorted((recorded / "huggingface").resolve().glob("*.safetensors")):
+        tensors, others = load_file(file), load_file((directory / "huggingface").resolve() / file.name)
+        assert all(tensors[name].tobytes() == others[name].tobytes() for name in tensors)
+
+
 def test_later_steps_are_generated_while_one_trains(task: Path, tmp_path: Path, start: Callable[..., Any]) -> None:
     directory = tmp_path / "run"
     # Responses of some length, so that a weight sync comes in the middle of one.
     overrides = ("rollout.max_staleness=2", "run.num_steps=6", "rollout.sampling.max_response_tokens=24", "training.optimizer.lr=1.0e-3")
     overrides += ("rollout.max_concurrent_requests=null",)
+    overrides += ("run.keep_groups=16",)
     decoupled = ("objective.proximal=interpolated", "objective.off_policy={mode: truncate, high: 5.0}")
     run = start(*arguments(task, directory, *overrides, *decoupled, "rollout.function=tests.e2e.ahead_of_training:rollout"))
     assert run.wait() == 0, run.output
@@ -66,6 +82,7 @@ def test_later_steps_are_generated_while_one_trains(task: Path, tmp_path: Path, 
     assert steps[6]["eval/greedy/reward"] > steps[0]["eval/greedy/reward"] + 0.1
     # Nothing is left over at the end of the run.
     assert query(directory / "buffer.sqlite", "SELECT count(*) FROM groups WHERE state != 'consumed'") == [(0,)]
+    assert_replays(directory, tmp_path / "again", start)
 
 
 def test_ranks_and_engines_take_turns_on_shared_devices(task: Path, tmp_path: Path, start: Callable[..., Any]) -> None:

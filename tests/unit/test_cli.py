@@ -82,7 +82,12 @@ def test_train_hands_over_resolved_settings(calls: list[tuple[str, Any]], config
     assert main(words) == 0
     (first, _), (second, (runtime_settings, _)), (third, (settings, keywords)) = calls
     # Ray reads its environment when it is imported.
-    assert (first, second, third, keywords) == ("preflight", "prepare_environment", "train", {"resume": True, "weights_only": True})
+    assert (first, second, third, keywords) == (
+        "preflight",
+        "prepare_environment",
+        "train",
+        {"resume": True, "weights_only": True, "replay": None},
+    )
     assert runtime_settings == settings.runtime
     overrides = ["run.seed=2", "training.optimizer.lr=2e-6", "reward.function=my.module:score", "runtime.ray_address=10.0.0.1:6379"]
     assert settings == load_settings(Path(config), overrides)
@@ -162,7 +167,7 @@ def test_every_end_has_its_status(
     status: int,
     part: str,
 ) -> None:
-    def fail(settings: Any, *, resume: bool, weights_only: bool) -> None:
+    def fail(settings: Any, **kind: object) -> None:
         raise error
 
     vars(sys.modules["megatron_rl.runtime.session"])["train"] = fail
@@ -303,7 +308,7 @@ def test_help_starts_nothing_heavy() -> None:
 SLEEPER = """
 import sys, time, types
 from megatron_rl.cli import main
-def train(settings, *, resume, weights_only):
+def train(settings, **kind):
     try:
         print("started", flush=True)
         time.sleep(60)
@@ -428,6 +433,13 @@ def test_a_plugin_of_no_kind_is_one_sentence(tmp_path: Path, monkeypatch: pytest
 def test_weights_only_needs_a_resume(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--weights-only"]) == 2
     assert "--weights-only was given without --resume" in capsys.readouterr().err
+
+
+def test_a_replay_needs_a_record_of_samples(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", config, "--replay", "runs/x", "objective.policy_loss=sft"]) == 2
+    assert "--replay is runs/x, but supervised training takes no samples" in capsys.readouterr().err
+    assert main(["train", config, "--check", "--replay", "runs/x"]) == 2
+    assert "runs/x does not exist, needs the buffer of a run" in capsys.readouterr().err
 
 
 def test_output_without_a_character_for_a_letter_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

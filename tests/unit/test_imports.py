@@ -28,7 +28,7 @@ SIDEWAYS = {
     "system": {"errors"},
     "config": {"algorithms"},  # the objective is a section of the settings
     "data": {"config"},
-    "rewards": {"config"},
+    "rewards": {"config", "data"},
     "observe": {"config"},
     "checkpoints": {"models"},
     "training": {"checkpoints", "models"},

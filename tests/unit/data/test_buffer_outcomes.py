@@ -60,7 +60,7 @@ def test_prune_keeps_some_groups_of_each_step_whole(buffer: Buffer, make_group: 
     buffer.prune(2, keep=2)
     query = "SELECT id, pruned, response_ids IS NOT NULL FROM groups JOIN samples ON id = group_id WHERE sample_index = 0 ORDER BY position"
     assert buffer._connection.execute(query).fetchall() == [("a", 2, 1), ("b", 2, 1), ("c", 1, 0), ("d", 2, 1), ("e", 2, 1), ("f", 0, 1)]
-    (first,) = buffer._groups("id = ?", ("a",))
+    (first,) = buffer.groups(["a"])
     assert_same(first, groups[0])
     buffer.prune(3, keep=0)
     assert buffer._connection.execute(query).fetchall()[-1] == ("f", 1, 0)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from buffer_parts import take_done
+from buffer_parts import fill, take_done
 
 from megatron_rl.algorithms.log_prob import Shard
 from megatron_rl.data.batch import batch_from_sequences, make_train_batch
@@ -68,18 +68,21 @@ def test_a_trained_token_without_its_record_is_refused(make_group: Any, change: 
 
 
 def test_the_buffer_keeps_candidates_until_pruning(tmp_path: Path, make_group: Any) -> None:
-    group = with_candidates(make_group("a", num_samples=3), without=1)
+    group, *others = (with_candidates(make_group(name, num_samples=3), without=1) for name in "abc")
     with Buffer(tmp_path / "buffer.sqlite") as buffer:
-        buffer.add_prompts([group.prompt])
-        buffer.take_pending(1)
-        buffer.put_done(group)
-        (found,) = take_done(buffer, 1, step=0)
+        fill(buffer, [group, *others])
+        (found,) = take_done(buffer, 1, step=1)
+        take_done(buffer, 2, step=2)
         for sample, expected in zip(found.samples, group.samples, strict=True):
             assert (sample.candidates is None) == (expected.candidates is None) == (sample.index == 1)
             assert sample.candidates is None or rows_of(sample.candidates) == rows_of(expected.candidates)
-        buffer.prune(step=0, keep=1)
+        buffer.prune(step=2, keep=1)
     with sqlite3.connect(tmp_path / "buffer.sqlite") as database:
-        assert database.execute("SELECT count(*) FROM samples WHERE candidates IS NOT NULL").fetchone() == (0,)
+        kept = database.execute(
+            "SELECT id, pruned, made_by IS NULL, count(candidates) FROM groups JOIN samples ON id = group_id GROUP BY 1"
+        )
+        # A step that stays whole can be replayed.
+        assert kept.fetchall() == [("a", 2, 0, 2), ("b", 2, 1, 0), ("c", 1, 1, 0)]
 
 
 def test_a_batch_lays_candidates_beside_its_tokens(make_group: Any) -> None:

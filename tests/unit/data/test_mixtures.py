@@ -18,6 +18,7 @@ from megatron_rl.data.source import RunPrompts, template_variables
 from megatron_rl.errors import UserError
 
 TEMPLATE = (
+    "{% for t in tools or [] %}<{{ t['function']['name'] }}>{% endfor %}"
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% if not enable_thinking %}<no>{% endif %}{% endif %}"
 )
@@ -134,6 +135,36 @@ def test_rows_of_verl_train_as_they_are(read: Read, tmp_path: Path) -> None:
     assert (first.label, second.label) == ("2", "3") and first.text == "<user>1+1=<assistant><no>"
     assert first.metadata["data_source"] == "openai/gsm8k" and first.metadata["extra_info"] == {"split": "train", "index": 0}
     assert first.metadata["reward_model"] == {"style": "rule", "ground_truth": "2"}
+
+
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+
+
+def test_rows_of_slime_train_as_they_are(read: Read, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--input-key messages --label-key label --metadata-key metadata --tool-key tools`: tools may be a list, or a text of JSON."""
+    chat = [{"role": "user", "content": "1+1="}]
+    rows = [
+        {"messages": chat, "label": "2", "metadata": {"rm_type": "deepscaler"}, "tools": [ADD]},
+        {"messages": chat, "label": 2, "metadata": {"rm_type": "math"}, "tools": json.dumps([ADD])},
+    ]
+    words = ("data.prompt_key=messages", "data.label_key=label", "data.shuffle=false")
+    first, second = read(lines(tmp_path / "a.jsonl", *rows), *words).source.next_prompts(2)
+    assert first.text == second.text == "<add><user>1+1=<assistant><no>" and (first.label, second.label) == ("2", "2")
+    assert first.metadata == {"metadata": {"rm_type": "deepscaler"}, "tools": [ADD]} and second.metadata["tools"] == [ADD]
+    for broken in ("add", '{"type": 1}'):
+        with pytest.raises(UserError, match=r"a\.jsonl:1: 'tools' is .*, needs a list, or a text of JSON with one"):
+            read(lines(tmp_path / "a.jsonl", rows[0] | {"tools": broken}), *words)
+
+
+def test_rows_of_trl_train_as_they_are(read: Read, tmp_path: Path) -> None:
+    """`prompt`, a chat or a text, and any columns for the reward functions."""
+    chat = [{"role": "user", "content": "1+1="}]
+    rows = [{"prompt": chat, "solution": "$2$", "level": 3}, {"prompt": chat, "solution": "\\boxed{3}", "level": 1}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    first, second = read(tmp_path / "a.parquet", "data.label_key=solution", "data.shuffle=false").source.next_prompts(2)
+    assert (first.label, second.label) == ("$2$", rows[1]["solution"]) and first.metadata == {"level": 3}
+    text = read(lines(tmp_path / "b.jsonl", {"prompt": "1+1=", "answer": 2}), "data.label_key=answer").source.next_prompts(1)[0]
+    assert (text.text, text.label) == ("1+1=", "2")
 
 
 def test_a_field_with_a_dot_in_its_name_comes_before_a_path(read: Read, tmp_path: Path) -> None:

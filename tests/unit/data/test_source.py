@@ -153,7 +153,7 @@ def test_a_restored_source_goes_on_where_the_other_stopped(tmp_path: Path, token
             {"prompt": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]},
             r":2: the last message is the assistant's, needs one that the policy answers; remove it, or move it to the field 'response'",
         ),
-        ({"prompt": [{"role": "user", "content": "1"}], "tools": "add"}, r":2: the chat template refuses this prompt .* or its tools"),
+        ({"prompt": [{"role": "user", "content": "1"}], "tools": "add"}, r":2: 'tools' is 'add', needs a list, or a text of JSON"),
         ({"prompt": "1", "label": [1]}, r":2: 'label' is \[1\], needs a string or a number"),
         ({"prompt": "1", "label": True}, r":2: 'label' is True"),
         ({"prompt": "1", "response": 4}, r":2: 'response' has type int, needs a string"),

@@ -6,13 +6,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from manager_parts import PROMPTS_PER_STEP, Client, Engine, opened, prompts_of, replace_engines, settings_for, step_of
 
 from megatron_rl.config.settings import Settings
+from megatron_rl.data.batch import make_train_batch
 from megatron_rl.data.buffer import Buffer
+from megatron_rl.data.recorded import Recorded
 from megatron_rl.rollout.manager import RolloutManager
 from megatron_rl.rollout.production import FORECAST_STEPS, Production
+from megatron_rl.types import TrainBatch
 
 RESAMPLE = "objective.zero_variance=resample"
 NUM_STEPS = 6
@@ -110,3 +114,20 @@ def test_a_forecast_changes_no_group_of_a_step(
     assert surplus > 0 == sum(values["rollout/renewed_groups"] for values in metrics)
     with sqlite3.connect(tmp_path / "a.sqlite") as buffer:
         assert buffer.execute("SELECT count(*) FROM groups WHERE state IN ('done', 'in_flight')").fetchone() == (0,)
+
+
+def test_groups_of_all_rounds_come_in_the_order_of_prompts(make_settings: Callable[..., Settings], tmp_path: Path) -> None:
+    """So a replay, which knows the prompts' order alone, makes the same batch."""
+    order = ("rollout.order={kind: first_complete, oversampling: 2}", "rollout.max_staleness=2")
+    Client.engine = engine = Engine(seed=1)
+
+    async def work() -> list[TrainBatch]:
+        async with opened(make_settings(RESAMPLE, *order), tmp_path / "a.sqlite") as manager:
+            return [(await step_of(manager, engine, step))[0] for step in range(NUM_STEPS)]
+
+    batches = asyncio.run(work())
+    with Recorded(tmp_path / "a.sqlite") as recorded:
+        for step, batch in enumerate(batches):
+            groups, rejections = recorded.batch_groups(step + 1, records=False)
+            kept = [group for group, rejection in zip(groups, rejections, strict=True) if rejection is None]
+            np.testing.assert_array_equal(make_train_batch(kept).tokens, batch.tokens)

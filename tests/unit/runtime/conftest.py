@@ -1,17 +1,24 @@
+import contextlib
+import json
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from run_parts import Calls, Evaluations, MakeRun, Manager, Ranks, Sync
+import whole_run_parts
+from run_parts import Calls, Evaluations, MakeRun, Manager, Ranks, Rewards, Sync
 
 from megatron_rl.checkpoints.run_checkpoints import SETTINGS_FILE, newest_checkpoint
 from megatron_rl.config.load import dump_settings, load_settings
+from megatron_rl.config.settings import Settings
 from megatron_rl.observe.console import RunConsole
 from megatron_rl.observe.sinks import Sinks
 from megatron_rl.observe.timing import PhaseTimer
 from megatron_rl.report.page import report_run
+from megatron_rl.rollout import manager as manager_module
+from megatron_rl.runtime import session, start
 from megatron_rl.runtime.run import RolloutRun, Run
 from megatron_rl.runtime.run_records import RunRecords
 from megatron_rl.runtime.supervised_run import SupervisedRun
@@ -75,5 +82,32 @@ def make_run(tmp_path: Path, calls: Calls, watchdog: Watchdog, tiny_model: Calla
         parts: dict[str, Any] = {"manager": manager, "sync": Sync(calls, manager)}
         parts |= {"watchdog": watchdog, "devices": devices, "ranks": ranks, "records": records}
         return RolloutRun(settings, dtype="float32", **parts)
+
+    return make
+
+
+@pytest.fixture
+def make_settings(tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Settings]:
+    """Settings of a run of two steps of two prompts, and everything outside of this process replaced."""
+    monkeypatch.setattr(start, "TrainerGroup", whole_run_parts.Ranks)
+    monkeypatch.setattr(start, "EngineGroup", whole_run_parts.Engines)
+    monkeypatch.setattr(start, "WeightSync", whole_run_parts.Sync)
+    for module in (session, start):
+        monkeypatch.setattr(module, "cluster_device_kind", lambda: "cpu")
+    monkeypatch.setattr(start, "ray_cluster", lambda **_: contextlib.nullcontext(Future()))
+    reservation = SimpleNamespace(device_kind="cpu", placement=SimpleNamespace(needs=SimpleNamespace(colocated=False)))
+    monkeypatch.setattr(start, "reserve", lambda needs, **_: reservation)
+    monkeypatch.setattr(session, "remove_leftovers", lambda: [])
+    monkeypatch.setattr(manager_module, "EngineClient", whole_run_parts.Client)
+    monkeypatch.setattr(manager_module, "RewardRunner", Rewards)
+    monkeypatch.setattr("megatron_rl.report.page.draw_curves", lambda steps, *, title: b"picture")
+    monkeypatch.setattr(whole_run_parts.Engines, "stopped", 0)
+    rows = [json.dumps({"prompt": str(number), "label": "1", "response": "1"}) for number in range(1, 9)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows) + "\n")
+    paths = (f"run.directory={tmp_path}/run", f"model.path={tiny_model()}", f"data.train={tmp_path}/rows.jsonl", "run.num_steps=2")
+
+    def make(*overrides: str) -> Settings:
+        # Short ones come in one answer.
+        return load_settings(None, [*paths, "data.prompts_per_step=2", "rollout.sampling.max_response_tokens=8", *overrides])
 
     return make

@@ -184,7 +184,8 @@ class Rewards:
         return None
 
     async def score(self, sample: Sample) -> Reward:
-        return Reward(RewardOutcome.SCORED, float(sample.response_ids[0]))
+        # A label as the response has no tokens.
+        return Reward(RewardOutcome.SCORED, float(sample.response_ids[0]) if len(sample.response_ids) else 1.0)
 
 
 class Devices:

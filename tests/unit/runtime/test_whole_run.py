@@ -9,9 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +17,6 @@ from run_parts import Rewards
 from whole_run_parts import Client, Engines, Ranks, Sync
 
 from megatron_rl.algorithms.rounding_limits import Expected
-from megatron_rl.config.load import load_settings
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.buffer import Buffer
 from megatron_rl.engines.answers import Generation
@@ -28,38 +25,10 @@ from megatron_rl.evaluation.graded_answers import read_answers
 from megatron_rl.observe.metrics import Metric
 from megatron_rl.observe.sinks import METRICS_FILE, read_metrics
 from megatron_rl.observe.summary import read_summary
-from megatron_rl.rollout import manager as manager_module
 from megatron_rl.runtime import session, start
 from megatron_rl.runtime.start import RunStart
 from megatron_rl.runtime.watchdog import Watchdog
 from megatron_rl.types import Group, Ints, Reward, Sample, TrainBatch
-
-
-@pytest.fixture
-def make_settings(tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Settings]:
-    """Settings of a run of two steps of two prompts, and everything outside of this process replaced."""
-    monkeypatch.setattr(start, "TrainerGroup", Ranks)
-    monkeypatch.setattr(start, "EngineGroup", Engines)
-    monkeypatch.setattr(start, "WeightSync", Sync)
-    for module in (session, start):
-        monkeypatch.setattr(module, "cluster_device_kind", lambda: "cpu")
-    monkeypatch.setattr(start, "ray_cluster", lambda **_: contextlib.nullcontext(Future()))
-    reservation = SimpleNamespace(device_kind="cpu", placement=SimpleNamespace(needs=SimpleNamespace(colocated=False)))
-    monkeypatch.setattr(start, "reserve", lambda needs, **_: reservation)
-    monkeypatch.setattr(session, "remove_leftovers", lambda: [])
-    monkeypatch.setattr(manager_module, "EngineClient", Client)
-    monkeypatch.setattr(manager_module, "RewardRunner", Rewards)
-    monkeypatch.setattr("megatron_rl.report.page.draw_curves", lambda steps, *, title: b"picture")
-    monkeypatch.setattr(Engines, "stopped", 0)
-    rows = [json.dumps({"prompt": str(number), "label": "1", "response": "1"}) for number in range(1, 9)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(rows) + "\n")
-    paths = (f"run.directory={tmp_path}/run", f"model.path={tiny_model()}", f"data.train={tmp_path}/rows.jsonl", "run.num_steps=2")
-
-    def make(*overrides: str) -> Settings:
-        # Short ones come in one answer.
-        return load_settings(None, [*paths, "data.prompts_per_step=2", "rollout.sampling.max_response_tokens=8", *overrides])
-
-    return make
 
 
 def test_a_run_whose_output_nobody_reads_goes_on(

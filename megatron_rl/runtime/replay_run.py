@@ -1,0 +1,107 @@
+"""A run on the batches that another run recorded: the calls of the loop without engines."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_rl.checkpoints.run_checkpoints import newest_checkpoint
+from megatron_rl.config.derived import leaves_tokens_out
+from megatron_rl.config.settings import Settings
+from megatron_rl.data.batch import make_train_batch
+from megatron_rl.data.position import difference
+from megatron_rl.data.recorded import Recorded
+from megatron_rl.errors import UserError
+from megatron_rl.observe.console import PhaseProgress
+from megatron_rl.observe.group_metrics import rollout_metrics
+from megatron_rl.observe.metrics import Metric
+from megatron_rl.rollout.group_choice import FAILED
+from megatron_rl.rollout.sample_checks import without_stale_tokens
+from megatron_rl.runtime.run import Run
+from megatron_rl.runtime.run_records import RunRecords
+from megatron_rl.runtime.trainers import TrainerGroup
+from megatron_rl.types import TrainBatch
+
+_BEFORE = "recorded_before"
+"""Key of a position: the recorded steps before the first one that the run trains on."""
+
+
+class ReplayRun(Run):
+    """A run that trains on the steps of `recorded`, and ends with the last one.
+
+    A new run begins with the first recorded step. One that resumes from the checkpoint of step s,
+    also a copy of the recorded run's, goes on with recorded step s + 1.
+    """
+
+    def __init__(self, settings: Settings, *, recorded: Recorded, before: int, ranks: TrainerGroup, records: RunRecords) -> None:
+        """`before` recorded steps precede this run's first."""
+        self._recorded, self._before = recorded, before
+        last = recorded.recorded_steps()[-1] - before
+        # Schedules of the ranks are those of all steps.
+        own = settings.model_copy(update={"run": settings.run.model_copy(update={"num_steps": min(settings.run.num_steps, last)})})
+        super().__init__(own, ranks=ranks, records=records)
+        self._needs_records = leaves_tokens_out(settings.rollout.sampling) or settings.training.routing_replay
+
+    def _make_batch(self, step: int, *, progress: PhaseProgress) -> tuple[TrainBatch, dict[str, Metric]]:
+        number, rollout = step + 1 + self._before, self._settings.rollout
+        groups, rejections = self._recorded.batch_groups(number, records=self._needs_records)
+        if rollout.order.partial:
+            groups = [without_stale_tokens(group, oldest_version=number - 1 - rollout.max_staleness) for group in groups]
+        chosen = list(zip(groups, rejections, strict=True))
+        made = [group for group, rejection in chosen if not (rejection or "").startswith(FAILED)]
+        kept = [group for group, rejection in chosen if rejection is None]
+        num_groups, needed = (
+            len(kept if self._settings.objective.zero_variance == "resample" else made),
+            self._settings.data.prompts_per_step,
+        )
+        if num_groups != needed:
+            raise UserError(
+                f"{self._recorded.path} has {num_groups} of data.prompts_per_step {needed} groups of step {number}: its run ended or "
+                f"still is in that step, or had another data.prompts_per_step; end before by run.num_steps={step}, or set what it was"
+            )
+        batch = make_train_batch(kept or made, version=number - 1)
+        if not kept:
+            batch = replace(batch, loss_mask=np.zeros(len(batch.tokens), np.bool_))
+        return batch, rollout_metrics(made, version=number - 1)
+
+    def _position(self, *, step: int) -> dict[str, Any]:
+        return {_BEFORE: self._before}
+
+    def _rewind(self, *, step: int, position: dict[str, Any] | None) -> tuple[str, ...]:
+        return ()
+
+
+def open_record(replay: Path, settings: Settings, *, resume: bool, note: Callable[[str], None]) -> tuple[Recorded, int]:
+    """Return the record at `replay` and the number of its steps before the run's first; note which steps are replayed.
+
+    Raises UserError for one that does not fit: without a step, of the run itself, or sampled
+    from another distribution than the one to train.
+    """
+    recorded, directory = Recorded(replay), settings.run.directory
+    if recorded.path.parent.resolve() == directory.resolve():
+        raise UserError(f"--replay is {replay}, which is run.directory itself; give run.directory a new one")
+    steps = recorded.recorded_steps()
+    if not steps:
+        raise UserError(f"{recorded.path} has no step to replay, needs one that a run has taken; see megatron-rl buffer ls")
+    found = newest_checkpoint(directory) if resume else None
+    before = steps[0] - 1 if found is None else int(found[1].source.get(_BEFORE, 0))
+    done = 0 if found is None else found[1].step
+    if done + before >= steps[-1]:
+        raise UserError(
+            f"{recorded.path} ends with step {steps[-1]}, and the checkpoint is of step {done + before}: nothing is left to replay"
+        )
+    sampling = {f"rollout.sampling.{name}": value for name, value in settings.rollout.sampling.model_dump(mode="json").items()}
+    for (made_by,) in recorded.read("SELECT DISTINCT made_by FROM groups WHERE made_by IS NOT NULL AND consumed_step IS NOT NULL"):
+        then = {name: value for name, value in json.loads(made_by).items() if name in _DISTRIBUTION}
+        now = {name: value for name, value in sampling.items() if name in _DISTRIBUTION}
+        if then != now:
+            raise UserError(f"{recorded.path} cannot be trained on: {difference(json.dumps(then), json.dumps(now))}; set what it was")
+    note(f"step {done + 1} trains on step {done + 1 + before} of {recorded.path}, whose record ends with step {steps[-1]}")
+    return recorded, before
+
+
+_DISTRIBUTION = tuple(f"rollout.sampling.{name}" for name in ("temperature", "top_p", "top_k", "min_p"))
+"""Settings of the distribution whose log-probs are trained."""
