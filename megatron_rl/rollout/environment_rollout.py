@@ -37,8 +37,7 @@ class EnvironmentRollout:
         samples: list[Sample] = []
         for number in range(num_samples):
             conversation = Conversation(self._renderer, generator, tokenizer=tokenizer, session=f"trajectory {number}")
-            async with self._environments.open() as home:
-                notes = await self._play(home, conversation, prompt, sampling)
+            notes = await self._play(conversation, prompt, sampling)
             reward = notes.reward(must=self._must_reward)
             own = conversation.samples(prompt, first_index=len(samples), trajectory=number)
             last = notes.last(own[-1], branches=own[:-1], num_turns=len(conversation.turns))

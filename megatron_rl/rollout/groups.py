@@ -62,11 +62,11 @@ async def single_turn(
     )
 
 
-def most_alone(settings: RolloutSettings) -> int:
-    """Return the number of places. Waiting for a place does not count as time of the rollout."""
+def most_alone(settings: RolloutSettings, *, num_cores: int | None = None) -> int:
+    """Return the places on nodes of `num_cores`, by default this one's. A wait for one is no time of the rollout."""
     if settings.agent is None or not settings.agent.command:
         return MOST_ALONE
-    return settings.agent.max_processes or len(os.sched_getaffinity(0)) * AGENTS_PER_CORE
+    return settings.agent.max_processes or (num_cores or len(os.sched_getaffinity(0))) * AGENTS_PER_CORE
 
 
 class GroupMaker:
@@ -92,9 +92,13 @@ class GroupMaker:
         self._seed, self._max_tokens, self._timeout_s = seed, max_tokens, settings.timeout_s
         self._first_alone = 0 if settings.is_hosted else 1  # the attempt from which on each trajectory is made alone
         # Evaluation waits for no training trajectory, which may stand still until the next step.
-        self._places = {urgency: asyncio.Semaphore(most_alone(settings)) for urgency in Urgency}
+        self.set_places(most_alone(settings))
         ends = [tokenizer.eos_token_id]
         self._samplings = {greedy: make_sampling(settings.sampling, eos_token_ids=ends, greedy=greedy) for greedy in (False, True)}
+
+    def set_places(self, count: int) -> None:
+        """Make at most `count` trajectories alone at once, and as many more in an evaluation, before the first one."""
+        self._places = {urgency: asyncio.Semaphore(count) for urgency in Urgency}
 
     async def make(
         self,

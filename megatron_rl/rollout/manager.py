@@ -37,10 +37,12 @@ from megatron_rl.observe.group_metrics import failure_metrics, rollout_metrics, 
 from megatron_rl.observe.metrics import Mean, Metric, Sum
 from megatron_rl.plugins.kinds import Rollout
 from megatron_rl.rewards.runner import RewardRunner, scores_of_sets
+from megatron_rl.rollout.agent_rollout import AgentRollout
+from megatron_rl.rollout.agents import AgentNode
 from megatron_rl.rollout.engine_watch import watched_pool
 from megatron_rl.rollout.generator import cancel
 from megatron_rl.rollout.group_choice import Chosen, GroupChoice, IdenticalGroups, check_versions
-from megatron_rl.rollout.groups import GroupMaker, Score
+from megatron_rl.rollout.groups import GroupMaker, Score, most_alone
 from megatron_rl.rollout.opened_rollout import opened_rollout
 from megatron_rl.rollout.production import Production
 from megatron_rl.rollout.sample_checks import without_stale_tokens
@@ -76,6 +78,7 @@ class RolloutManager:
         self.prompts, self._settings, self._buffer, self._connections, self._scores = prompts, settings, buffer, connections, scores
         max_tokens = settings.training.max_tokens_per_micro_batch * settings.training.topology.cp
         self.pool, self._watch = watched_pool(settings.rollout, longest_turn=settings.longest_sequence, max_tokens=max_tokens)
+        self._rollout = rollout
         self._maker = GroupMaker(
             settings.rollout,
             rollout,
@@ -203,6 +206,12 @@ class RolloutManager:
         """Let requests wait while an engine is started again; count it where that succeeds."""
         with self.pool.returning():
             self._num_returned += await returning
+
+    async def spread_agents(self, nodes: Sequence[AgentNode], *, host: str) -> None:
+        """Let commands of agents run on other `nodes`, too, before the first one; the endpoint listens on this node's address `host`."""
+        assert isinstance(self._rollout, AgentRollout), "only agents ask by a URL"
+        await self._rollout.spread(nodes, host=host)
+        self._maker.set_places(most_alone(self._settings.rollout, num_cores=self._rollout.num_cores))
 
     async def release_memory(self, parts: Collection[EnginePart]) -> None:
         """Let every idle engine free these parts of memory, losing the content."""

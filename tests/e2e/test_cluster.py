@@ -3,12 +3,14 @@
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
-from small_run import rl_arguments
+from small_run import chat_arguments, metrics, rl_arguments
 
 # Ray is started in processes of their own: what it leaves in a process would reach every later test.
 CLUSTER = """
@@ -176,3 +178,28 @@ def test_a_run_over_three_nodes(task: Path, tmp_path: Path, start: Callable[...,
         summary = json.loads((directory / "summary.json").read_text())
         assert summary["steps"] == 2
         assert (directory / "checkpoints").is_dir()
+
+
+@pytest.mark.slow
+def test_agents_play_on_all_nodes(chat_task: Path, tmp_path: Path, start: Callable[..., Any], cluster: Callable[..., str]) -> None:
+    """A rank and an engine on a node each, agents on both; those of a killed actor are tried again elsewhere."""
+    directory, address = tmp_path / "run", cluster("1,0", "1,0")
+    rollout = f"rollout.agent={{command: [{sys.executable}, tests/e2e/interviewer.py], max_processes: 4}}"
+    given = chat_arguments(chat_task, directory, "rollout.max_turns=8", "rollout.max_error_rate=0", rollout=rollout)
+    run, elsewhere = start(*given, "--ray-address", address), directory / "logs" / "agents-1.log"
+    deadline = time.monotonic() + 300
+    while not (elsewhere.exists() and "reward" in elsewhere.read_text()):
+        assert run.process.poll() is None and time.monotonic() < deadline, run.output
+        time.sleep(0.05)
+    (actor,) = (each for each in psutil.process_iter() if each.name().startswith("ray::AgentWorker"))
+    below = actor.children(recursive=True)
+    # A server, the processes of agents and their programs.
+    assert any("interviewer.py" in " ".join(each.cmdline()) for each in below)
+    actor.kill()
+    assert run.wait() == 0, run.output
+    assert psutil.wait_procs(below, timeout=30)[1] == []
+    steps = metrics(directory)
+    assert [steps[step]["rollout/failures"] for step in (1, 2)] == [0, 0]
+    assert sum(steps[step]["rollout/retries"] for step in (1, 2)) > 0
+    made = [(directory / "logs" / name).read_text().count('{"reward"') for name in ("agents.log", "agents-1.log")]
+    assert min(made) > 0 and sum(made) == 16
