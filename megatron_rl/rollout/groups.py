@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import os
 import traceback
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -87,7 +88,8 @@ class GroupMaker:
         max_tokens: int,
     ) -> None:
         self.name = settings.name
-        self.num_retries = 0  # attempts that failed and were followed by another one, over all groups
+        self.retries = Counter[str]()
+        """Attempts that failed and were followed by another one, by cause, over all groups."""
         self._rollout, self._pool, self._tokenizer, self._score = rollout, pool, tokenizer, score
         self._seed, self._max_tokens, self._timeout_s = seed, max_tokens, settings.timeout_s
         self._first_alone = 0 if settings.is_hosted else 1  # the attempt from which on each trajectory is made alone
@@ -182,16 +184,18 @@ class GroupMaker:
         async def alone(number: int) -> Samples | Failure:
             async with self._places[urgency]:  # for all attempts: none waits behind later trajectories
                 for again in range(self._first_alone, ATTEMPTS):
-                    self.num_retries += bool(again) and urgency is not Urgency.EVALUATION
                     # No session name begins with a zero character.
                     found = await attempt(1, f"{seed}\0\0{number} {again}")
                     if not isinstance(found, Failure):
                         break
+                    self.retries[found.cause] += again + 1 < ATTEMPTS and urgency is not Urgency.EVALUATION
             return found
 
         made = await attempt(num_samples, seed) if self._first_alone else None
         if made is not None and not isinstance(made, Failure):
             return Group(id=prompt.id, prompt=prompt, samples=made)
+        if made is not None and urgency is not Urgency.EVALUATION:
+            self.retries[made.cause] += num_samples
         parts = await together(alone(number) for number in range(num_samples))
         failures = tuple(part for part in parts if isinstance(part, Failure))
         samples = _numbered([part for part in parts if not isinstance(part, Failure)])

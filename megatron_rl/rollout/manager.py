@@ -9,6 +9,7 @@ All coroutines run on one event loop.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import replace
@@ -108,7 +109,7 @@ class RolloutManager:
         self.production = self._producing()
         self._returning: set[asyncio.Task[None]] = set()
         self._num_returned = 0  # since the last step
-        self._measured = (0.0, 0, 0)  # busy seconds, tokens and retries at the end of the last step
+        self._measured = (0.0, 0, Counter[str]())  # busy seconds, tokens and retries at the end of the last step
 
     def _producing(self) -> Production:
         settings = self._settings
@@ -302,12 +303,12 @@ class RolloutManager:
     def _metrics(self, taken: Sequence[Chosen], *, version: int) -> dict[str, Metric]:
         """Return the metrics of a step's groups, and of all work since the last step."""
         busy_before_s, tokens_before, retries_before = self._measured
-        self._measured = busy_s, num_tokens, num_retries = self.busy_s, self.production.num_tokens, self._maker.num_retries
+        self._measured = busy_s, num_tokens, retries = self.busy_s, self.production.num_tokens, self._maker.retries.copy()
         seen = [each.group for each in taken if not each.failed]
         failed = [each.group for each in taken if each.failed]
         metrics = {
             **rollout_metrics(seen, version=version),
-            **failure_metrics([*seen, *failed], num_left_out=len(failed), num_retries=num_retries - retries_before),
+            **failure_metrics([*seen, *failed], num_left_out=len(failed), retries=retries - retries_before),
             "rollout/tokens_per_second": Mean(num_tokens - tokens_before, busy_s - busy_before_s),
             "engine/restarts": Sum(self._num_returned),
         }
