@@ -208,9 +208,13 @@ class RolloutManager:
         with self.pool.returning():
             self._num_returned += await returning
 
-    async def spread_agents(self, nodes: Sequence[AgentNode], *, host: str) -> None:
-        """Let commands of agents run on other `nodes`, too, before the first one; the endpoint listens on this node's address `host`."""
+    async def spread_agents(self, nodes: Sequence[AgentNode], *, host: str, end: Callable[[], Awaitable[None]]) -> None:
+        """Let commands of agents run on other `nodes`, too, before the first one; `end` is called behind the last one.
+
+        The endpoint then listens on this node's address `host`, too.
+        """
         assert isinstance(self._rollout, AgentRollout), "only agents ask by a URL"
+        self._connections.push_async_callback(end)
         await self._rollout.spread(nodes, host=host)
         self._maker.set_places(most_alone(self._settings.rollout, num_cores=self._rollout.num_cores))
 

@@ -5,8 +5,8 @@ Imports no torch and no transformers, which an actor would wait for.
 
 import asyncio
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,35 +58,32 @@ class AgentWorker:
         self._stack.close()
 
 
-@contextmanager
-def agents_elsewhere(
-    manager: "RolloutManager", command: Sequence[str], *, reservation: Reservation, logs: Path, watchdog: Watchdog
-) -> Iterator[None]:
-    """Let the agents of `manager` play on every node of `reservation` for the time of the block. Raises as `AgentWorker.start`.
+def spread_agents(manager: "RolloutManager", command: Sequence[str], *, reservation: Reservation, logs: Path, watchdog: Watchdog) -> None:
+    """Let the agents of `manager` play on every node of `reservation`, until it ends. Raises as `AgentWorker.start`.
 
-    Those of node i print to `agents-i.log` in `logs`.
+    Those of the i-th other node print to `agents-i.log` in `logs`.
     """
     here = ray.get_runtime_context().get_node_id()
     nodes = [node for node in reservation.node_ids if node != here]
     if not nodes:
-        yield
         return
     workers = []
     for number, node in enumerate(nodes, start=1):
         strategy = NodeAffinitySchedulingStrategy(node, soft=False)
         options = AgentWorker.options(num_cpus=0, max_restarts=-1, scheduling_strategy=strategy)  # type: ignore[attr-defined]
         workers.append(options.remote(command, directory=Path.cwd(), log_path=logs / f"agents-{number}.log"))
-    try:
-        starting = [worker.start.remote() for worker in workers]
-        cores = watchdog.wait(starting, name="starting agents on other nodes", owner="the actor of agents", timeout_s=AGENTS_START_S)
-        places = [AgentNode(partial(_play_there, worker), num) for worker, num in zip(workers, cores, strict=True)]
-        spreading = manager.spread_agents(places, host=ray.util.get_node_ip_address())
-        watchdog.wait(spreading, name="listening for agents", owner="the endpoint", timeout_s=ENGINE_CONTROL_S)
-        yield
-    finally:
-        ray.wait([worker.stop.remote() for worker in workers], num_returns=len(workers), timeout=ENGINE_STOP_S)
-        for worker in workers:
-            ray.kill(worker)
+    starting = [worker.start.remote() for worker in workers]
+    cores = watchdog.wait(starting, name="starting agents on other nodes", owner="the actor of agents", timeout_s=AGENTS_START_S)
+    places = [AgentNode(partial(_play_there, worker), num) for worker, num in zip(workers, cores, strict=True)]
+    spreading = manager.spread_agents(places, host=ray.util.get_node_ip_address(), end=partial(_end, workers))
+    watchdog.wait(spreading, name="listening for agents", owner="the endpoint", timeout_s=ENGINE_CONTROL_S)
+
+
+async def _end(workers: Sequence[Any]) -> None:
+    """End all agents, and the actors; those that do not answer are killed with what they have started."""
+    await asyncio.wait([asyncio.wrap_future(worker.stop.remote().future()) for worker in workers], timeout=ENGINE_STOP_S)
+    for worker in workers:
+        ray.kill(worker)
 
 
 async def _play_there(worker: Any, prompt: Prompt, message: Message) -> Answer:
