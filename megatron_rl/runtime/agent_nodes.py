@@ -6,7 +6,7 @@ Imports no torch and no transformers, which an actor would wait for.
 import asyncio
 import os
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -81,7 +81,9 @@ def spread_agents(manager: "RolloutManager", command: Sequence[str], *, reservat
 
 async def _end(workers: Sequence[Any]) -> None:
     """End all agents, and the actors; those that do not answer are killed with what they have started."""
-    await asyncio.wait([asyncio.wrap_future(worker.stop.remote().future()) for worker in workers], timeout=ENGINE_STOP_S)
+    stopping = asyncio.gather(*(asyncio.wrap_future(worker.stop.remote().future()) for worker in workers), return_exceptions=True)
+    with suppress(TimeoutError):
+        await asyncio.wait_for(stopping, ENGINE_STOP_S)
     for worker in workers:
         ray.kill(worker)
 
