@@ -55,7 +55,7 @@ def failing(*whens: int, error: BaseException) -> Rollout:
 def test_a_failed_trajectory_is_repeated_alone_with_other_seeds() -> None:
     client = Engine()
     group, maker = asyncio.run(make_with(failing(0, 2, error=ZeroDivisionError("tool")), client))
-    assert [sample.index for sample in group.samples] == [0, 1, 2, 3] and group.failures == () and maker.retries.total() == 5
+    assert [sample.index for sample in group.samples] == [0, 1, 2, 3] and group.failures == () and maker.retries == {"error": 5}
     assert [sample.trajectory for sample in group.samples] == [None] * 4
     seeds = [
         sampling.request(index)["sampling_seed"]
@@ -265,7 +265,7 @@ def test_trajectories_with_an_environment_fail_alone() -> None:
     pool = EnginePool([client], max_requests=8)  # type: ignore[list-item]
     maker = GroupMaker(settings, rollout, pool=pool, tokenizer=NumberTokenizer(), score=score, seed=0, max_tokens=64)  # type: ignore[arg-type]
     group = asyncio.run(maker.make(make_prompts(1)[0], num_samples=4))
-    assert maker.name == "rollout.environment a:B" and maker.retries.total() == 2
+    assert maker.name == "rollout.environment a:B" and maker.retries == {"environment": 2}
     assert group.failures == (Failure("environment", "KeyError: 'x'", "the trace"),)
     # The first attempts have seeds of their own, too.
     assert len({sampling.seed for sampling in client.samplings}) == len(client.samplings) == 3
