@@ -37,14 +37,14 @@ class AgentWorker:
         self._agents: Environments | None = None
         self._scratch = Path()
 
-    async def start(self) -> int:
-        """Start the server of processes, once; return the cores of this node. Raises UserError where the program is missing."""
+    async def start(self) -> tuple[str, int]:
+        """Start the server of processes, once; return address and cores of this node. Raises UserError without the program."""
         if self._agents is None:
             enter_directory(self._directory)
             check_program(self._command[0])
             self._scratch = self._stack.enter_context(scratch_directory()).path
             self._agents = self._stack.enter_context(Environments(COMMAND, {"command": self._command}, log_path=self._log_path))
-        return len(os.sched_getaffinity(0))
+        return ray.util.get_node_ip_address(), len(os.sched_getaffinity(0))
 
     async def play(self, prompt: Prompt, message: Message) -> Answer:
         """Return the reply of a fresh agent, which ends with this call."""
@@ -73,8 +73,10 @@ def spread_agents(manager: "RolloutManager", command: Sequence[str], *, reservat
         options = AgentWorker.options(num_cpus=0, max_restarts=-1, scheduling_strategy=strategy)  # type: ignore[attr-defined]
         workers.append(options.remote(command, directory=Path.cwd(), log_path=logs / f"agents-{number}.log"))
     starting = [worker.start.remote() for worker in workers]
-    cores = watchdog.wait(starting, name="starting agents on other nodes", owner="the actor of agents", timeout_s=AGENTS_START_S)
-    places = [AgentNode(partial(_play_there, worker), num) for worker, num in zip(workers, cores, strict=True)]
+    started = watchdog.wait(starting, name="starting agents on other nodes", owner="the actor of agents", timeout_s=AGENTS_START_S)
+    places = [
+        AgentNode(partial(_play_there, worker, address), num_cores) for worker, (address, num_cores) in zip(workers, started, strict=True)
+    ]
     spreading = manager.spread_agents(places, host=ray.util.get_node_ip_address(), end=partial(_end, workers))
     watchdog.wait(spreading, name="listening for agents", owner="the endpoint", timeout_s=ENGINE_CONTROL_S)
 
@@ -88,13 +90,13 @@ async def _end(workers: Sequence[Any]) -> None:
         ray.kill(worker)
 
 
-async def _play_there(worker: Any, prompt: Prompt, message: Message) -> Answer:
-    """Let an agent of `worker` play; a lost node or process is a failure of the trajectory."""
+async def _play_there(worker: Any, address: str, prompt: Prompt, message: Message) -> Answer:
+    """Let an agent of `worker` on the node at `address` play; a lost node or process is a failure of the trajectory."""
     playing = worker.play.remote(prompt, message)
     try:
         answer: Answer = await asyncio.wrap_future(playing.future())
     except ACTOR_DEATHS as error:
-        return {"cause": "error", "headline": f"the agents' process on another node {exit_of(error)}", "trace": "", "lost": True}
+        return {"cause": "error", "headline": f"the process for agents on {address} {exit_of(error)}", "trace": "", "lost": True}
     except asyncio.CancelledError:
         ray.cancel(playing)
         raise
