@@ -79,7 +79,7 @@ class FilterSettings(Section):
 
 
 class AgentSettings(Section):
-    """Agents that ask an endpoint by OpenAI's or Anthropic's API, one for each trajectory: commands on all nodes of the run."""
+    """Agents that ask an endpoint by OpenAI's or Anthropic's API, commands on all nodes of the run."""
 
     command: tuple[str, ...] = Field((), description='Program and arguments; the last line of output, as {"reward": 0.5}, is the reward.')
     function: str | None = Field(None, description="Your own async function, package.module:function, instead of a command.")

@@ -22,9 +22,9 @@ from megatron_rl.types import Message, Prompt
 
 
 class AgentRollout(EnvironmentRollout):
-    """A rollout, see `kinds.Rollout`, whose trajectories each have a fresh agent, who asks `endpoint`.
+    """A `kinds.Rollout` whose trajectories each have a fresh agent, who asks `endpoint`.
 
-    Agents are those of `agents` on this node, and of further `nodes`: each plays on the one with the fewest for each core.
+    They are `agents` on this node and those of further nodes, where the fewest are for each core.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class AgentRollout(EnvironmentRollout):
         return sum(node.num_cores for node in self._nodes)
 
     async def spread(self, nodes: Sequence[AgentNode], *, host: str) -> None:
-        """Let agents play on other `nodes`, too, which reach the endpoint at this node's address `host`."""
+        """Let agents play on other `nodes`, too, which reach this one at its address `host`."""
         url = await self._endpoint.listen(host)
         for node in nodes:
             node.url = url

@@ -31,7 +31,7 @@ COMMAND = "megatron_rl.rollout.agents:CommandAgent"
 FUNCTION = "megatron_rl.rollout.agents:FunctionAgent"
 
 LOST_S = 30.0
-"""Time without a new trajectory for a node that lost one with its process: all attempts would end there."""
+"""Time without a new trajectory for a node that lost one: all attempts would end there."""
 KEPT_LINES = 20
 """Last lines of a failed command's output in the log."""
 _LINE_BYTES = 2**16
@@ -42,9 +42,10 @@ _OWN = ("OPENAI_", "ANTHROPIC_", "WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_
 
 @dataclass(slots=True, eq=False)
 class AgentNode:
-    """A node with `num_cores` for agents: `play` lets a fresh one play a prompt, with a message as `agents` reads it.
+    """A node with `num_cores` for agents, from which the endpoint is reached at `url`.
 
-    An answer of `play` with `lost` is that of a node, or of its process, that is gone. `url` is the endpoint's, as seen there.
+    `play` gives a fresh one a prompt and its message; an answer with `lost` says that node or process
+    are gone.
     """
 
     play: Callable[[Prompt, Message], Awaitable[Answer]]
@@ -69,7 +70,7 @@ def check_program(program: str) -> None:
 
 
 async def play(agents: Environments, prompt: Prompt, message: Message, *, scratch: Path | None) -> Answer:
-    """Return the reply of a fresh one of `agents` on this node; a command's prompt is in a file in `scratch` meanwhile."""
+    """Return the reply of a fresh one of `agents` here; a command's prompt is a file in `scratch`."""
     with _written(prompt, scratch) as path:
         if path is not None:
             message = {**message, "variables": {**message["variables"], "MEGATRON_RL_PROMPT": str(path)}}

@@ -190,7 +190,7 @@ class Session:
 
 
 class Endpoint(AbstractAsyncContextManager["Endpoint", None]):
-    """The server, at `url` on loopback while the context is open; it serves the keys of open sessions alone."""
+    """The server, at `url` on loopback while the context is open, for the keys of open sessions."""
 
     def __init__(self, settings: RolloutSettings) -> None:
         self._settings = settings

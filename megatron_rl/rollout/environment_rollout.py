@@ -92,7 +92,10 @@ class _Played(AbstractAsyncContextManager["_Played", None]):
         await self._stack.aclose()
 
     async def ask(self, said: Prompt | Message) -> Answer:
-        """Return the first messages for the prompt, or the answer to a message. Raises TrajectoryError for a failure or a late one."""
+        """Return the first messages for the prompt, or the answer to a message.
+
+        Raises TrajectoryError for a failure, or a late answer.
+        """
         answer = await self._within_time(said)
         if "ended" in answer and self._environments.replayable:
             await self._replay()
@@ -103,7 +106,7 @@ class _Played(AbstractAsyncContextManager["_Played", None]):
         return answer
 
     async def _replay(self) -> None:
-        """Ask another one all that was answered. Raises TrajectoryError where it does not answer alike."""
+        """Ask another one all that was answered. Raises TrajectoryError for another answer."""
         await self._stack.aclose()
         await self.__aenter__()
         self.num_replays += 1

@@ -18,6 +18,8 @@ from megatron_rl.engines.engine_pool import EnginePool, Urgency
 from megatron_rl.engines.sampling import Sampling, make_sampling
 from megatron_rl.errors import MegatronRLError, TrajectoryError, UserError
 from megatron_rl.plugins.kinds import Generator, Rollout
+from megatron_rl.rollout.agent_rollout import AgentRollout
+from megatron_rl.rollout.agents import AgentNode
 from megatron_rl.rollout.generator import KeptAnswers, PoolGenerator, cancel, together
 from megatron_rl.rollout.sample_checks import check_samples, without_outdated_experts
 from megatron_rl.types import Failure, Group, Prompt, Reward, RewardOutcome, Sample, last_samples, trajectories
@@ -64,10 +66,17 @@ async def single_turn(
 
 
 def most_alone(settings: RolloutSettings, *, num_cores: int | None = None) -> int:
-    """Return the places on nodes of `num_cores`, by default this one's. A wait for one is no time of the rollout."""
+    """Return the places on `num_cores`, by default this node's.
+
+    A wait for a place does not count as time of the rollout.
+    """
     if settings.agent is None or not settings.agent.command:
         return MOST_ALONE
     return settings.agent.max_processes or (num_cores or len(os.sched_getaffinity(0))) * AGENTS_PER_CORE
+
+
+def _places(count: int) -> dict[Urgency, asyncio.Semaphore]:
+    return {urgency: asyncio.Semaphore(count) for urgency in Urgency}
 
 
 class GroupMaker:
@@ -94,13 +103,15 @@ class GroupMaker:
         self._seed, self._max_tokens, self._timeout_s = seed, max_tokens, settings.timeout_s
         self._first_alone = 0 if settings.is_hosted else 1  # the attempt from which on each trajectory is made alone
         # Evaluation waits for no training trajectory, which may stand still until the next step.
-        self.set_places(most_alone(settings))
+        self._settings, self._places = settings, _places(most_alone(settings))
         ends = [tokenizer.eos_token_id]
         self._samplings = {greedy: make_sampling(settings.sampling, eos_token_ids=ends, greedy=greedy) for greedy in (False, True)}
 
-    def set_places(self, count: int) -> None:
-        """Make at most `count` trajectories alone at once, and as many more in an evaluation, before the first one."""
-        self._places = {urgency: asyncio.Semaphore(count) for urgency in Urgency}
+    async def spread_agents(self, nodes: Sequence[AgentNode], *, host: str) -> None:
+        """Let agents play on other `nodes`, too, and more of them at once; before the first one."""
+        assert isinstance(self._rollout, AgentRollout), "only agents ask by a URL"
+        await self._rollout.spread(nodes, host=host)
+        self._places = _places(most_alone(self._settings, num_cores=self._rollout.num_cores))
 
     async def make(
         self,

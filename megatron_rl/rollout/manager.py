@@ -38,12 +38,11 @@ from megatron_rl.observe.group_metrics import failure_metrics, rollout_metrics, 
 from megatron_rl.observe.metrics import Mean, Metric, Sum
 from megatron_rl.plugins.kinds import Rollout
 from megatron_rl.rewards.runner import RewardRunner, scores_of_sets
-from megatron_rl.rollout.agent_rollout import AgentRollout
 from megatron_rl.rollout.agents import AgentNode
 from megatron_rl.rollout.engine_watch import watched_pool
 from megatron_rl.rollout.generator import cancel
 from megatron_rl.rollout.group_choice import Chosen, GroupChoice, IdenticalGroups, check_versions
-from megatron_rl.rollout.groups import GroupMaker, Score, most_alone
+from megatron_rl.rollout.groups import GroupMaker, Score
 from megatron_rl.rollout.opened_rollout import opened_rollout
 from megatron_rl.rollout.production import Production
 from megatron_rl.rollout.sample_checks import without_stale_tokens
@@ -79,7 +78,6 @@ class RolloutManager:
         self.prompts, self._settings, self._buffer, self._connections, self._scores = prompts, settings, buffer, connections, scores
         max_tokens = settings.training.max_tokens_per_micro_batch * settings.training.topology.cp
         self.pool, self._watch = watched_pool(settings.rollout, longest_turn=settings.longest_sequence, max_tokens=max_tokens)
-        self._rollout = rollout
         self._maker = GroupMaker(
             settings.rollout,
             rollout,
@@ -209,14 +207,12 @@ class RolloutManager:
             self._num_returned += await returning
 
     async def spread_agents(self, nodes: Sequence[AgentNode], *, host: str, end: Callable[[], Awaitable[None]]) -> None:
-        """Let commands of agents run on other `nodes`, too, before the first one; `end` is called behind the last one.
+        """Let commands of agents run on other `nodes`, too, from the first one on.
 
-        The endpoint then listens on this node's address `host`, too.
+        The endpoint then also listens on this node's address `host`. `end` follows the last one.
         """
-        assert isinstance(self._rollout, AgentRollout), "only agents ask by a URL"
         self._connections.push_async_callback(end)
-        await self._rollout.spread(nodes, host=host)
-        self._maker.set_places(most_alone(self._settings.rollout, num_cores=self._rollout.num_cores))
+        await self._maker.spread_agents(nodes, host=host)
 
     async def release_memory(self, parts: Collection[EnginePart]) -> None:
         """Let every idle engine free these parts of memory, losing the content."""

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @ray.remote
 class AgentWorker:
-    """The agents of one node: each has a process below this actor, as those of the driver's node have below the driver."""
+    """The agents of one node, each with a process below this actor, as below the driver."""
 
     def __init__(self, command: Sequence[str], *, directory: Path, log_path: Path) -> None:
         self._command, self._directory, self._log_path = list(command), directory, log_path
@@ -38,7 +38,10 @@ class AgentWorker:
         self._scratch = Path()
 
     async def start(self) -> tuple[str, int]:
-        """Start the server of processes, once; return address and cores of this node. Raises UserError without the program."""
+        """Start the server of processes, once; return the node's address and cores.
+
+        Raises UserError where the program is missing.
+        """
         if self._agents is None:
             enter_directory(self._directory)
             check_program(self._command[0])
@@ -59,9 +62,9 @@ class AgentWorker:
 
 
 def spread_agents(manager: "RolloutManager", command: Sequence[str], *, reservation: Reservation, logs: Path, watchdog: Watchdog) -> None:
-    """Let the agents of `manager` play on every node of `reservation`, until it ends. Raises as `AgentWorker.start`.
+    """Let the agents of `manager` play on every node of `reservation`, until it ends.
 
-    Those of the i-th other node print to `agents-i.log` in `logs`.
+    Those of the i-th other node print to `agents-i.log` in `logs`. Raises as `AgentWorker.start`.
     """
     here = ray.get_runtime_context().get_node_id()
     nodes = [node for node in reservation.node_ids if node != here]
@@ -82,7 +85,7 @@ def spread_agents(manager: "RolloutManager", command: Sequence[str], *, reservat
 
 
 async def _end(workers: Sequence[Any]) -> None:
-    """End all agents, and the actors; those that do not answer are killed with what they have started."""
+    """End all agents and actors; one that does not answer is killed with what it has started."""
     stopping = asyncio.gather(*(asyncio.wrap_future(worker.stop.remote().future()) for worker in workers), return_exceptions=True)
     with suppress(TimeoutError):
         await asyncio.wait_for(stopping, ENGINE_STOP_S)
@@ -91,7 +94,7 @@ async def _end(workers: Sequence[Any]) -> None:
 
 
 async def _play_there(worker: Any, address: str, prompt: Prompt, message: Message) -> Answer:
-    """Let an agent of `worker` on the node at `address` play; a lost node or process is a failure of the trajectory."""
+    """Let an agent of `worker`, on the node at `address`, play; with it lost, the trajectory fails."""
     playing = worker.play.remote(prompt, message)
     try:
         answer: Answer = await asyncio.wrap_future(playing.future())

@@ -25,7 +25,7 @@ from megatron_rl.plugins.loader import kind_of
 from megatron_rl.rollout.agent_rollout import AgentRollout
 from megatron_rl.rollout.agents import AgentNode
 from megatron_rl.rollout.environment_call import Answer
-from megatron_rl.rollout.groups import MOST_ALONE, most_alone
+from megatron_rl.rollout.groups import MOST_ALONE, GroupMaker, most_alone
 from megatron_rl.rollout.opened_rollout import load_rollout, opened_rollout
 from megatron_rl.rollout.sample_checks import check_samples
 from megatron_rl.runtime.plugin_contracts import check
@@ -245,8 +245,11 @@ def test_agents_play_where_the_fewest_are_for_each_core(monkeypatch: pytest.Monk
                 await count(prompt=asked, base_url=message["base_url"], api_key=message["api_key"])
                 return {"messages": [], "done": True, "parts": {"agent": 1.0}, "num_calls": 0, "num_errors": 0}
 
-            await rollout.spread([AgentNode(elsewhere, 2)], host="127.0.0.2")
-            assert rollout.num_cores == 3
+            options = {"pool": None, "tokenizer": tokenizer, "score": None, "seed": 0, "max_tokens": 99}
+            maker = GroupMaker(RolloutSettings(agent=AgentSettings(command=("true",))), rollout, **options)  # type: ignore[arg-type]
+            await maker.spread_agents([AgentNode(elsewhere, 2)], host="127.0.0.2")
+            # 4 for each of 3 cores.
+            assert [places._value for places in maker._places.values()] == [12] * 3
             policy.opened.clear()
 
             async def one() -> None:
