@@ -16,6 +16,8 @@ GOODS = ("apple", "bread", "candle", "drum", "egg", "fork", "glass", "hat")
 class Shop(Environment):
     """Tools with the prices of one row."""
 
+    replayable = True
+
     def price(self, good: str) -> str:
         """Return the price of a good."""
         if good not in self.prompt.metadata["prices"]:

@@ -84,12 +84,15 @@ class FilterSettings(Section):
 
 
 class AgentSettings(Section):
-    """Agents that ask an endpoint on loopback, by OpenAI's or Anthropic's API: on the driver's node, one for each trajectory."""
+    """Agents that ask an endpoint by OpenAI's or Anthropic's API, commands on all nodes of the run."""
 
     command: tuple[str, ...] = Field((), description='Program and arguments; the last line of output, as {"reward": 0.5}, is the reward.')
     function: str | None = Field(None, description="Your own async function, package.module:function, instead of a command.")
     max_processes: int | None = Field(
-        None, ge=1, le=2**12, description="Commands at once, and as many more in an evaluation; 4 for each core when not set."
+        None,
+        ge=1,
+        le=2**12,
+        description="Commands at once over all nodes, and as many more in an evaluation; 4 for each core when not set.",
     )
     sampling: Literal["refuse", "override"] = Field(
         "refuse",

@@ -1,7 +1,7 @@
 """Metrics of the rollout, from a batch of generated groups."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -55,13 +55,18 @@ def _turn_metrics(all_parts: Sequence[Sequence[Sample]]) -> dict[str, Metric]:
         for what in ("refused", "overridden")
         if all(f"num_{what}" in note for note in notes)
     }
-    return requests | {
-        "rollout/structure_difference_fraction": Mean(sum("structure_difference" in note for note in notes), len(notes)),
-        "rollout/turns": Mean(sum(note["num_turns"] for note in notes), len(notes)),
-        "rollout/tool_calls": Mean(calls, len(notes)),
-        "rollout/tool_error_fraction": Mean(sum(note["num_tool_errors"] for note in notes), calls),
-        "rollout/environment_token_fraction": Mean(int((versions < 0).sum()), len(versions)),
-    }
+    replays = sum(note.get("num_replays", 0) for note in notes)
+    return (
+        requests
+        | ({"rollout/replays": Sum(replays)} if replays else {})
+        | {
+            "rollout/structure_difference_fraction": Mean(sum("structure_difference" in note for note in notes), len(notes)),
+            "rollout/turns": Mean(sum(note["num_turns"] for note in notes), len(notes)),
+            "rollout/tool_calls": Mean(calls, len(notes)),
+            "rollout/tool_error_fraction": Mean(sum(note["num_tool_errors"] for note in notes), calls),
+            "rollout/environment_token_fraction": Mean(int((versions < 0).sum()), len(versions)),
+        }
+    )
 
 
 def tail_metrics(groups: Sequence[Group], *, oldest_version: int) -> dict[str, Metric]:
@@ -74,14 +79,15 @@ def tail_metrics(groups: Sequence[Group], *, oldest_version: int) -> dict[str, M
     }
 
 
-def failure_metrics(groups: Sequence[Group], *, num_left_out: int, num_retries: int) -> dict[str, Metric]:
-    """Count failed trajectories of `groups` by cause, left-out groups and repeated calls."""
+def failure_metrics(groups: Sequence[Group], *, num_left_out: int, retries: Mapping[str, int]) -> dict[str, Metric]:
+    """Count failed trajectories of `groups` and repeated calls by cause, and left-out groups."""
     causes = Counter(failure.cause for group in groups for failure in group.failures)
     return {
         "rollout/failures": Sum(causes.total()),
         **{f"rollout/failures/{cause}": Sum(count) for cause, count in sorted(causes.items())},
         "rollout/left_out_groups": Sum(num_left_out),
-        "rollout/retries": Sum(num_retries),
+        "rollout/retries": Sum(sum(retries.values())),
+        **{f"rollout/retries/{cause}": Sum(count) for cause, count in sorted(retries.items())},
     }
 
 

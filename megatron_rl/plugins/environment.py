@@ -44,9 +44,14 @@ class Environment:
     Methods in `tools` are offered to the policy by name, docstring and annotations. They return a
     text or a `Reply`, and run at the same time where one message asks for several. With `async`
     methods an environment lives on an event loop shared with others, else in a separate process.
+
+    `replayable` says that the prompt and the messages decide every answer, and that nothing outside
+    is changed. Where the process of such an environment ends, another one is given all of them
+    again, and the trajectory goes on; else it begins anew.
     """
 
     tools: ClassVar[Sequence[Callable[..., Any]]] = ()
+    replayable: ClassVar[bool] = False
     prompt: "Prompt"  # set before `reset`
 
     def reset(self, *, prompt: "Prompt") -> "Sequence[Message] | Awaitable[Sequence[Message] | None] | None":

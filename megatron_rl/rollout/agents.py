@@ -4,24 +4,92 @@ One message plays the whole trajectory; the reply has the reward.
 """
 
 import json
+import math
 import os
+import shutil
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
+import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, Any
 
+from megatron_rl.errors import UserError
 from megatron_rl.plugins.environment import Environment, Reply
 from megatron_rl.plugins.loader import load
-from megatron_rl.types import Message
+from megatron_rl.rollout.environment_call import Answer
+from megatron_rl.rollout.environment_host import Environments
+from megatron_rl.types import Message, Prompt
 
+COMMAND = "megatron_rl.rollout.agents:CommandAgent"
+FUNCTION = "megatron_rl.rollout.agents:FunctionAgent"
+
+LOST_S = 30.0
+"""Time without a new trajectory for a node that lost one: all attempts would end there."""
 KEPT_LINES = 20
 """Last lines of a failed command's output in the log."""
 _LINE_BYTES = 2**16
 _EXIT_S = 1.0  # for the last output of a command that has ended
 _OWN = ("OPENAI_", "ANTHROPIC_", "WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 """Beginnings of variables with keys of the run, or of other endpoints, that no agent gets."""
+
+
+@dataclass(slots=True, eq=False)
+class AgentNode:
+    """A node with `num_cores` for agents, from which the endpoint is reached at `url`.
+
+    `play` gives a fresh one a prompt and its message; an answer with `lost` says that node or process
+    are gone.
+    """
+
+    play: Callable[[Prompt, Message], Awaitable[Answer]]
+    num_cores: int
+    url: str = ""
+    num_playing: int = 0
+    lost_s: float = -math.inf  # on the clock
+
+    @property
+    def load(self) -> tuple[bool, float]:
+        """Return the agents for each core with one more; a node that lost one lately comes last."""
+        return time.monotonic() < self.lost_s + LOST_S, (self.num_playing + 1) / self.num_cores
+
+
+def check_program(program: str) -> None:
+    """Raise UserError where this node has no `program`."""
+    if shutil.which(program) is None:
+        raise UserError(
+            f"rollout.agent.command begins with {program}, which is no program here ({socket.gethostname()}), needs one on PATH or a path "
+            "to one, on every node of the run"
+        )
+
+
+async def play(agents: Environments, prompt: Prompt, message: Message, *, scratch: Path | None) -> Answer:
+    """Return the reply of a fresh one of `agents` here; a command's prompt is a file in `scratch`."""
+    with _written(prompt, scratch) as path:
+        if path is not None:
+            message = {**message, "variables": {**message["variables"], "MEGATRON_RL_PROMPT": str(path)}}
+        async with agents.open() as home:
+            begun = await home.reset(prompt)
+            return begun if "cause" in begun else await home.answer(message)
+
+
+@contextmanager
+def _written(prompt: Prompt, scratch: Path | None) -> Iterator[Path | None]:
+    """Yield a file in `scratch` with the prompt in JSON, None without `scratch`."""
+    if scratch is None:
+        yield None
+        return
+    values = {name: getattr(prompt, name) for name in ("id", "messages", "text", "label", "metadata")}
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=scratch, suffix=".json") as file:
+        json.dump(values, file, default=dict)
+        file.flush()
+        yield Path(file.name)
 
 
 class CommandAgent(Environment):

@@ -1,4 +1,6 @@
-"""The endpoint of a run: OpenAI's and Anthropic's API on loopback, over one conversation per key.
+"""The endpoint of a run: OpenAI's and Anthropic's API, over one conversation per key.
+
+It listens on loopback, and on the node's address where agents play on other nodes.
 
 Requests become turns of the trajectory's tree. No field of a request reaches an engine but its
 messages as tokens, its stop strings and a lower bound of tokens.
@@ -188,7 +190,7 @@ class Session:
 
 
 class Endpoint(AbstractAsyncContextManager["Endpoint", None]):
-    """The server, at `url` while the context is open; it serves the keys of open sessions alone."""
+    """The server, at `url` on loopback while the context is open, for the keys of open sessions."""
 
     def __init__(self, settings: RolloutSettings) -> None:
         self._settings = settings
@@ -203,9 +205,13 @@ class Endpoint(AbstractAsyncContextManager["Endpoint", None]):
             application, handler_cancellation=True, auto_decompress=False, access_log=None, shutdown_timeout=CLOSE_S
         )
         await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        self.url = await self.listen("127.0.0.1")
         return self
+
+    async def listen(self, host: str) -> str:
+        """Serve on a free port of this node's address `host`, too; return the URL."""
+        await web.TCPSite(self._runner, host, 0).start()
+        return f"http://{f'[{host}]' if ':' in host else host}:{self._runner.addresses[-1][1]}"
 
     async def __aexit__(self, *_: object) -> None:
         await self._runner.cleanup()

@@ -66,6 +66,8 @@ class Environments(AbstractContextManager["Environments", None]):
         self._tools = tools_of(environment)
         self.tools: Sequence[Message] = [tool.description for tool in self._tools.values()]
         """Descriptions of the tools for the policy: name, description and parameters."""
+        self.replayable = environment.replayable
+        """True where an environment whose process ended may be given all messages again."""
         self._make = make
         if log_path is not None:
             with disk_errors(log_path):
@@ -176,7 +178,7 @@ class _InProcess:
             most = f"{_LINE_BYTES / 2**20:g} MiB"
             return {"cause": "environment", "headline": f"its answer has more than {most}, needs less; cut what tools return", "trace": ""}
         if not line.endswith(b"\n"):
-            return {"cause": "environment", "headline": "its process ended before it answered", "trace": ""}
+            return {"cause": "environment", "headline": "its process ended before it answered", "trace": "", "ended": True}
         answer: Answer = json.loads(line)
         return answer
 

@@ -1,7 +1,8 @@
 """Play a conversation of policy and environment, and return its samples with the reward."""
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,9 +11,10 @@ from megatron_rl.engines.sampling import Sampling
 from megatron_rl.errors import TrajectoryError
 from megatron_rl.plugins.kinds import Generator
 from megatron_rl.rollout.conversation import Conversation
-from megatron_rl.rollout.environment_host import Environments, Home
+from megatron_rl.rollout.environment_call import Answer
+from megatron_rl.rollout.environment_host import Environments
 from megatron_rl.rollout.renderers import ChosenRenderer
-from megatron_rl.types import Prompt, Reward, RewardOutcome, Sample, StopReason
+from megatron_rl.types import Message, Prompt, Reward, RewardOutcome, Sample, StopReason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,47 +39,92 @@ class EnvironmentRollout:
         samples: list[Sample] = []
         for number in range(num_samples):
             conversation = Conversation(self._renderer, generator, tokenizer=tokenizer, session=f"trajectory {number}")
-            async with self._environments.open() as home:
-                notes = await self._play(home, conversation, prompt, sampling)
+            notes = await self._play(conversation, prompt, sampling)
             reward = notes.reward(must=self._must_reward)
             own = conversation.samples(prompt, first_index=len(samples), trajectory=number)
             last = notes.last(own[-1], branches=own[:-1], num_turns=len(conversation.turns))
             samples += [replace(sample, reward=reward) for sample in (*own[:-1], last)]
         return tuple(samples)
 
-    async def _play(self, home: Home, conversation: Conversation, prompt: Prompt, sampling: Sampling) -> "Notes":
+    async def _play(self, conversation: Conversation, prompt: Prompt, sampling: Sampling) -> "Notes":
         """Take turns until the environment ends, none is left, or an answer does not stop."""
         notes = Notes()
         if "chat_template_kwargs" in prompt.metadata:
             raise TrajectoryError("template", "the row has chat_template_kwargs, which rollout.renderer does not take; drop the field")
-        messages = list((await self._within_time(home.reset(prompt), doing="reset"))["messages"])
-        if not messages:
-            raise TrajectoryError("contract", "reset returned no message, needs at least one for the policy, or None for the prompt's")
-        while len(conversation.turns) < self._max_turns:
-            turn = await conversation.ask(messages, sampling=sampling, tools=self._environments.tools)
-            if turn is None and not conversation.turns:
-                raise TrajectoryError("context", f"the first messages leave no room for an answer in {conversation.context} tokens")
-            if turn is None or turn.generation.stop_reason is not StopReason.STOP:
-                return notes
-            answer = await self._within_time(home.answer(turn.message), doing="answer a message")
-            notes.add(answer, content=turn.message["content"])
-            messages.append(turn.message)
-            if answer["done"]:
-                notes.end(conversation.structure_difference(messages, tools=self._environments.tools))
-                return notes
-            messages += answer["messages"]
+        async with _Played(self._environments, timeout_s=self._step_timeout_s) as environment:
+            messages = list((await environment.ask(prompt))["messages"])
+            if not messages:
+                raise TrajectoryError("contract", "reset returned no message, needs at least one for the policy, or None for the prompt's")
+            while len(conversation.turns) < self._max_turns:
+                turn = await conversation.ask(messages, sampling=sampling, tools=self._environments.tools)
+                if turn is None and not conversation.turns:
+                    raise TrajectoryError("context", f"the first messages leave no room for an answer in {conversation.context} tokens")
+                if turn is None or turn.generation.stop_reason is not StopReason.STOP:
+                    break
+                answer = await environment.ask(turn.message)
+                notes.add(answer, content=turn.message["content"])
+                messages.append(turn.message)
+                if answer["done"]:
+                    notes.end(conversation.structure_difference(messages, tools=self._environments.tools))
+                    break
+                messages += answer["messages"]
+        notes.facts |= {"num_replays": environment.num_replays} if environment.num_replays else {}
         return notes
 
-    async def _within_time(self, call: Awaitable[dict[str, Any]], *, doing: str) -> dict[str, Any]:
-        """Return the environment's answer. Raises TrajectoryError for a failure or a late one."""
-        try:
-            answer = await asyncio.wait_for(call, self._step_timeout_s)
-        except TimeoutError:
-            message = f"the environment took more than {self._step_timeout_s:g} s to {doing} (rollout.step_timeout_s)"
-            raise TrajectoryError("timeout", message) from None
+
+class _Played(AbstractAsyncContextManager["_Played", None]):
+    """A fresh one of `environments`, which answers within `timeout_s`.
+
+    Where the process of a replayable one ends, another one is asked all again, and has to answer
+    alike. A message that ends this process, too, fails the trajectory.
+    """
+
+    def __init__(self, environments: Environments, *, timeout_s: float) -> None:
+        self._environments, self._timeout_s, self._stack = environments, timeout_s, AsyncExitStack()
+        self._answered: list[tuple[Prompt | Message, Answer]] = []
+        self.num_replays = 0
+
+    async def __aenter__(self) -> "_Played":
+        self._home = await self._stack.enter_async_context(self._environments.open())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    async def ask(self, said: Prompt | Message) -> Answer:
+        """Return the first messages for the prompt, or the answer to a message.
+
+        Raises TrajectoryError for a failure, or a late answer.
+        """
+        answer = await self._within_time(said)
+        if "ended" in answer and self._environments.replayable:
+            await self._replay()
+            answer = await self._within_time(said)
         if "cause" in answer:
             raise TrajectoryError(answer["cause"], answer["headline"], answer["trace"])
+        self._answered.append((said, answer))
         return answer
+
+    async def _replay(self) -> None:
+        """Ask another one all that was answered. Raises TrajectoryError for another answer."""
+        await self._stack.aclose()
+        await self.__aenter__()
+        self.num_replays += 1
+        for number, (said, before) in enumerate(self._answered):
+            answer = await self._within_time(said)
+            if answer != before:
+                what = f"answered message {number} with {answer!r:.200}, before with {before!r:.200}" if number else "had another reset"
+                message = f"given all again after its process had ended, it {what}; mend it, or set replayable = False"
+                raise TrajectoryError("replay", message)
+
+    async def _within_time(self, said: Prompt | Message) -> Answer:
+        call = self._home.reset(said) if isinstance(said, Prompt) else self._home.answer(said)
+        try:
+            return await asyncio.wait_for(call, self._timeout_s)
+        except TimeoutError:
+            doing = "reset" if isinstance(said, Prompt) else "answer a message"
+            message = f"the environment took more than {self._timeout_s:g} s to {doing} (rollout.step_timeout_s)"
+            raise TrajectoryError("timeout", message) from None
 
 
 class Notes:

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import os
 import traceback
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -18,6 +19,8 @@ from megatron_rl.engines.engine_pool import EnginePool, Urgency
 from megatron_rl.engines.sampling import Sampling, make_sampling
 from megatron_rl.errors import MegatronRLError, TrajectoryError, UserError
 from megatron_rl.plugins.kinds import Generator, Rollout
+from megatron_rl.rollout.agent_rollout import AgentRollout
+from megatron_rl.rollout.agents import AgentNode
 from megatron_rl.rollout.generator import KeptAnswers, PoolGenerator, cancel, together
 from megatron_rl.rollout.sample_checks import check_samples, without_outdated_experts
 from megatron_rl.types import Failure, Group, Prompt, Reward, RewardOutcome, Sample, last_samples, trajectories
@@ -65,11 +68,18 @@ def sample_of(generation: Generation, prompt: Prompt, *, index: int, tokenizer: 
     )
 
 
-def most_alone(settings: RolloutSettings) -> int:
-    """Return the number of places. Waiting for a place does not count as time of the rollout."""
+def most_alone(settings: RolloutSettings, *, num_cores: int | None = None) -> int:
+    """Return the places on `num_cores`, by default this node's.
+
+    A wait for a place does not count as time of the rollout.
+    """
     if settings.agent is None or not settings.agent.command:
         return MOST_ALONE
-    return settings.agent.max_processes or len(os.sched_getaffinity(0)) * AGENTS_PER_CORE
+    return settings.agent.max_processes or (num_cores or len(os.sched_getaffinity(0))) * AGENTS_PER_CORE
+
+
+def _places(count: int) -> dict[Urgency, asyncio.Semaphore]:
+    return {urgency: asyncio.Semaphore(count) for urgency in Urgency}
 
 
 class GroupMaker:
@@ -90,14 +100,21 @@ class GroupMaker:
         max_tokens: int,
     ) -> None:
         self.name = settings.name
-        self.num_retries = 0  # attempts that failed and were followed by another one, over all groups
+        self.retries = Counter[str]()
+        """Attempts that failed and were followed by another one, by cause, over all groups."""
         self._rollout, self._pool, self._tokenizer, self._score = rollout, pool, tokenizer, score
         self._seed, self._max_tokens, self._timeout_s = seed, max_tokens, settings.timeout_s
         self._first_alone = 0 if settings.is_hosted else 1  # the attempt from which on each trajectory is made alone
         # Evaluation waits for no training trajectory, which may stand still until the next step.
-        self._places = {urgency: asyncio.Semaphore(most_alone(settings)) for urgency in Urgency}
+        self._settings, self._places = settings, _places(most_alone(settings))
         ends = [tokenizer.eos_token_id]
         self._samplings = {greedy: make_sampling(settings.sampling, eos_token_ids=ends, greedy=greedy) for greedy in (False, True)}
+
+    async def spread_agents(self, nodes: Sequence[AgentNode], *, host: str) -> None:
+        """Let agents play on other `nodes`, too, and more of them at once; before the first one."""
+        assert isinstance(self._rollout, AgentRollout), "only agents ask by a URL"
+        await self._rollout.spread(nodes, host=host)
+        self._places = _places(most_alone(self._settings, num_cores=self._rollout.num_cores))
 
     async def make(
         self,
@@ -181,16 +198,18 @@ class GroupMaker:
         async def alone(number: int) -> Samples | Failure:
             async with self._places[urgency]:  # for all attempts: none waits behind later trajectories
                 for again in range(self._first_alone, ATTEMPTS):
-                    self.num_retries += bool(again) and urgency is not Urgency.EVALUATION
                     # No session name begins with a zero character.
                     found = await attempt(1, f"{seed}\0\0{number} {again}")
                     if not isinstance(found, Failure):
                         break
+                    self.retries[found.cause] += again + 1 < ATTEMPTS and urgency is not Urgency.EVALUATION
             return found
 
         made = await attempt(num_samples, seed) if self._first_alone else None
         if made is not None and not isinstance(made, Failure):
             return Group(id=prompt.id, prompt=prompt, samples=made)
+        if made is not None and urgency is not Urgency.EVALUATION:
+            self.retries[made.cause] += num_samples
         parts = await together(alone(number) for number in range(num_samples))
         failures = tuple(part for part in parts if isinstance(part, Failure))
         samples = _numbered([part for part in parts if not isinstance(part, Failure)])

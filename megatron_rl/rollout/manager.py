@@ -9,6 +9,7 @@ All coroutines run on one event loop.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import replace
@@ -38,6 +39,7 @@ from megatron_rl.observe.metrics import Mean, Metric, Sum
 from megatron_rl.plugins.kinds import Rollout
 from megatron_rl.rewards.gold import check_gold
 from megatron_rl.rewards.runner import RewardRunner, scores_of_sets
+from megatron_rl.rollout.agents import AgentNode
 from megatron_rl.rollout.engine_watch import watched_pool
 from megatron_rl.rollout.generator import cancel
 from megatron_rl.rollout.group_choice import Chosen, GroupChoice, IdenticalGroups, check_versions
@@ -106,7 +108,7 @@ class RolloutManager:
         self.production = self._producing()
         self._returning: set[asyncio.Task[None]] = set()
         self._num_returned = 0  # since the last step
-        self._measured = (0.0, 0, 0)  # busy seconds, tokens and retries at the end of the last step
+        self._measured = (0.0, 0, Counter[str]())  # busy seconds, tokens and retries at the end of the last step
 
     def _producing(self) -> Production:
         settings = self._settings
@@ -211,6 +213,14 @@ class RolloutManager:
         with self.pool.returning():
             self._num_returned += await returning
 
+    async def spread_agents(self, nodes: Sequence[AgentNode], *, host: str, end: Callable[[], Awaitable[None]]) -> None:
+        """Let commands of agents run on other `nodes`, too, from the first one on.
+
+        The endpoint then also listens on this node's address `host`. `end` follows the last one.
+        """
+        self._connections.push_async_callback(end)
+        await self._maker.spread_agents(nodes, host=host)
+
     async def release_memory(self, parts: Collection[EnginePart]) -> None:
         """Let every idle engine free these parts of memory, losing the content."""
         await asyncio.gather(*(self.pool.unless_it_leaves(client, client.release_memory(parts)) for client in self.clients))
@@ -308,12 +318,12 @@ class RolloutManager:
     def _metrics(self, taken: Sequence[Chosen], *, version: int) -> dict[str, Metric]:
         """Return the metrics of a step's groups, and of all work since the last step."""
         busy_before_s, tokens_before, retries_before = self._measured
-        self._measured = busy_s, num_tokens, num_retries = self.busy_s, self.production.num_tokens, self._maker.num_retries
+        self._measured = busy_s, num_tokens, retries = self.busy_s, self.production.num_tokens, self._maker.retries.copy()
         seen = [each.group for each in taken if not each.failed]
         failed = [each.group for each in taken if each.failed]
         metrics = {
             **rollout_metrics(seen, version=version),
-            **failure_metrics([*seen, *failed], num_left_out=len(failed), num_retries=num_retries - retries_before),
+            **failure_metrics([*seen, *failed], num_left_out=len(failed), retries=retries - retries_before),
             "rollout/tokens_per_second": Mean(num_tokens - tokens_before, busy_s - busy_before_s),
             "engine/restarts": Sum(self._num_returned),
         }

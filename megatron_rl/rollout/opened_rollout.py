@@ -1,16 +1,15 @@
 """The rollout of the settings, with what it needs while a run lasts: environments, agents, an endpoint."""
 
-import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_rl.config.settings import RolloutSettings
-from megatron_rl.errors import UserError
 from megatron_rl.plugins.kinds import Rollout
 from megatron_rl.plugins.loader import load
 from megatron_rl.rollout.agent_rollout import AgentRollout
+from megatron_rl.rollout.agents import COMMAND, FUNCTION, check_program
 from megatron_rl.rollout.endpoint import Endpoint
 from megatron_rl.rollout.environment_host import Environments
 from megatron_rl.rollout.environment_rollout import EnvironmentRollout
@@ -32,11 +31,8 @@ def load_rollout(settings: RolloutSettings) -> Rollout:
         load(settings.environment, kind="environment", args=settings.args)
     elif agent is not None and agent.function is not None:
         load(agent.function, kind="rollout", args=settings.args, as_agent=True)
-    elif agent is not None and shutil.which(agent.command[0]) is None:
-        raise UserError(
-            f"rollout.agent.command begins with {agent.command[0]}, which is no program here, needs one on PATH or a path to one; "
-            "agents run on the driver's node"
-        )
+    elif agent is not None:
+        check_program(agent.command[0])
     return single_turn if settings.function is None else load(settings.function, kind="rollout", args=settings.args)
 
 
@@ -56,9 +52,9 @@ async def opened_rollout(
         return
     path, args, agent = settings.environment, settings.args, settings.agent
     if agent is not None and agent.function is not None:
-        path, args = "megatron_rl.rollout.agents:FunctionAgent", {"function": agent.function, "args": settings.args}
+        path, args = FUNCTION, {"function": agent.function, "args": settings.args}
     elif agent is not None:
-        path, args = "megatron_rl.rollout.agents:CommandAgent", {"command": list(agent.command)}
+        path, args = COMMAND, {"command": list(agent.command)}
     assert path is not None, "an environment or an agent"
     with Environments(path, args, log_path=log_path) as environments:
         renderer = choose_renderer(tokenizer, model_type=model_type, name=settings.renderer)

@@ -67,6 +67,12 @@ class Reservation:
     device_kind: DeviceKind
     variables: Mapping[str, str]
 
+    @property
+    def node_ids(self) -> tuple[str, ...]:
+        """Return Ray's names of the nodes, in the order of bundles."""
+        nodes = placement_group_table(self.group)["bundles_to_node_id"]
+        return tuple(nodes[bundle] for bundle in range(len(self.bundles)))
+
     def rank_options(self, node: int) -> dict[str, Any]:
         """Ray's options for the actor of a rank on this node."""
         return self._options(node, num_cpus=1, num_gpus=int(self.device_kind == "cuda"))

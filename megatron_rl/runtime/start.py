@@ -26,6 +26,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.observe.console import RunConsole
 from megatron_rl.observe.timing import PhaseTimer
 from megatron_rl.rollout.manager import RolloutManager
+from megatron_rl.runtime.agent_nodes import spread_agents
 from megatron_rl.runtime.cluster import Reservation, cluster_device_kind, reserve
 from megatron_rl.runtime.colocation import Phase, SharedDevices
 from megatron_rl.runtime.engine_model import EngineModel, make_model
@@ -247,6 +248,10 @@ class RunStart:
         addresses = engines.finish_start(starting)
         wait(manager.join(addresses, serve_current=serve_current), name="connecting to the engines")
 
+        agent = self._settings.rollout.agent
+        if agent is not None and agent.command and self._reservation is not None:
+            logs = self._settings.run.directory / "logs"
+            spread_agents(manager, agent.command, reservation=self._reservation, logs=logs, watchdog=self.watchdog)
         EngineReturns(engines, manager, addresses, wait=wait, note=self.report.note, serve_current=serve_current)
         return addresses
 

@@ -250,13 +250,13 @@ async def _cancel_all() -> None:
 def _own_error(error: BaseException, *, owner: str) -> BaseException:
     """Return the error of the actor `owner`, where its class is ours: a user's mistake prints as one sentence."""
     if isinstance(error, ACTOR_DEATHS):
-        return WorkerDiedError(f"{owner} died: its process {_exit_of(error)}")
+        return WorkerDiedError(f"{owner} died: its process {exit_of(error)}")
     if isinstance(error, RayTaskError) and isinstance(error.cause, MegatronRLError):
         return error.cause
     return error
 
 
-def _exit_of(error: RayActorError | OutOfMemoryError) -> str:
+def exit_of(error: RayActorError | OutOfMemoryError) -> str:
     """Return the reason why an actor's process ended, from Ray's long account."""
     if isinstance(error, OutOfMemoryError):
         used = re.search(r"[\d.]+\s?GB used / [\d.]+\s?GB", str(error))

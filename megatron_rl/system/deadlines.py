@@ -38,6 +38,8 @@ RANKS_START_S = 600.0
 """The processes of the ranks, before they build the model."""
 REWARDS_START_S = 300.0
 """All reward workers."""
+AGENTS_START_S = 300.0
+"""Processes for agents on other nodes."""
 PLUGIN_IMPORT_S = 120.0
 """The module of a plug-in."""
 PLUGIN_PROBE_S = 60.0

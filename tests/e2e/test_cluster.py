@@ -1,14 +1,19 @@
 """Several nodes on one machine: Ray's virtual nodes, each with its own scheduler, stand for machines."""
 
 import json
+import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
-from small_run import rl_arguments
+from small_run import chat_arguments, metrics, rl_arguments
+
+ROOT = Path(__file__).parents[2]
 
 SEATS = """
 import json, os, sys
@@ -87,6 +92,95 @@ ray.shutdown()
 """
 
 
+AGENTS = """
+import asyncio, sys, time
+from pathlib import Path
+import numpy as np, psutil
+sys.path.insert(0, "tests/unit/rollout")
+from chat_parts import chat_tokenizer
+from endpoint_parts import Gate
+from megatron_rl.config.settings import AgentSettings, ClusterSettings, RolloutSettings
+from megatron_rl.engines.sampling import Sampling
+from megatron_rl.errors import TrajectoryError
+from megatron_rl.rollout.opened_rollout import opened_rollout
+from megatron_rl.runtime.agent_nodes import spread_agents
+from megatron_rl.runtime.cluster import reserve
+from megatron_rl.runtime.placement import Needs
+from megatron_rl.runtime.ray_session import ray_cluster
+from megatron_rl.runtime.watchdog import Watchdog
+from megatron_rl.types import Prompt
+
+address, logs = sys.argv[1], Path(sys.argv[2])
+command = (sys.executable, "tests/e2e/asking.py")
+tokenizer, policy = chat_tokenizer(), Gate(chat_tokenizer(), lambda text: "4")
+prompt = Prompt(id="p", token_ids=np.array([1]), text="Hi.", label="4")
+
+class Manager:
+    async def spread_agents(self, nodes, *, host, end):
+        self.end = end
+        await rollout.spread(nodes, host=host)
+
+async def until(condition):
+    deadline_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline_s
+        await asyncio.sleep(0.05)
+
+async def play():
+    try:
+        (sample,) = await rollout(prompt=prompt, generator=policy, sampling=Sampling(max_tokens=9), num_samples=1, tokenizer=tokenizer)
+        return sample.reward.value
+    except TrajectoryError as error:
+        return error.cause
+
+async def begin_four():
+    policy.opened.clear()
+    playing = [asyncio.ensure_future(play()) for _ in range(4)]
+    await until(lambda: policy.num_running == 4)
+    return playing
+
+def found(words):
+    processes = [each for each in psutil.process_iter(["cmdline"]) if words in " ".join(each.info["cmdline"] or ())]
+    return [each for each in processes if each.info["cmdline"][0] != "bash"]
+
+async def work():
+    assert await asyncio.gather(*(play() for _ in range(4))) == [1.0] * 4
+    assert (logs / "agents.log").read_text().count("asked http://127.0.0.1:") == 2
+    assert (logs / "agents-1.log").read_text().count(f"asked {rollout._nodes[1].url}/v1") == 2
+    (actor,) = found("ray::AgentWorker")
+    playing = await begin_four()
+    for each in playing:
+        each.cancel()
+    await until(lambda: not any("asking.py" in " ".join(each.cmdline()) for each in found("asking.py")))
+    playing = await begin_four()
+    below = actor.children(recursive=True)
+    actor.kill()
+    await until(lambda: sum(each.done() for each in playing) == 2)
+    policy.opened.set()
+    assert sorted(map(str, await asyncio.gather(*playing))) == ["1.0", "1.0", "error", "error"]
+    assert psutil.wait_procs(below, timeout=30)[1] == [] and rollout._nodes[1].num_playing == 0
+    assert await asyncio.gather(*(play() for _ in range(3))) == [1.0] * 3
+    begun, deadline_s = (logs / "agents-1.log").read_text().count("asked"), time.monotonic() + 60
+    while (logs / "agents-1.log").read_text().count("asked") == begun and time.monotonic() < deadline_s:
+        rollout._nodes[1].lost_s = 0.0  # as after LOST_S
+        await asyncio.sleep(0.2)
+        await asyncio.gather(*(play() for _ in range(2)))
+    assert time.monotonic() < deadline_s, "the actor is not back"
+    await manager.end()
+    await until(lambda: not found("ray::AgentWorker"))
+
+del __file__  # spawned workers would import it
+with ray_cluster(address=address, num_processes=0, logs=logs), Watchdog() as watchdog:
+    needs = Needs(num_ranks=1, num_engines=1, slots_per_engine=1, unit="CPU")
+    reservation = reserve(needs, cluster=ClusterSettings(), device_kind="cpu", timeout_s=60)
+    settings, manager = RolloutSettings(agent=AgentSettings(command=command)), Manager()
+    opening = opened_rollout(settings, tokenizer=tokenizer, model_type="qwen3", must_reward=True, log_path=logs / "agents.log")
+    with watchdog.entered(opening, name="opening", owner="the test", timeout_s=120) as rollout:
+        spread_agents(manager, command, reservation=reservation, logs=logs, watchdog=watchdog)
+        watchdog.wait(work(), name="the test", owner="it", timeout_s=200)
+"""
+
+
 def test_ranks_and_engines_are_where_the_placement_says(cluster: Callable[..., str]) -> None:
     """3 ranks and 2 engines on nodes of 2 GPUs: ranks 0 and 1, then rank 2 and engine 0, then engine 1."""
     address = cluster("4,2", "4,2", "4,2")
@@ -143,3 +237,37 @@ def test_a_run_over_three_nodes(task: Path, tmp_path: Path, start: Callable[...,
         summary = json.loads((directory / "summary.json").read_text())
         assert summary["steps"] == 2
         assert (directory / "checkpoints").is_dir()
+
+
+def test_agents_play_on_two_nodes(tmp_path: Path, cluster: Callable[..., str]) -> None:
+    """Each by the URL that its node sees; a cancelled one ends, and a killed actor costs an attempt, rests, and comes back."""
+    (script := tmp_path / "agents.py").write_text(AGENTS)
+    command = [sys.executable, str(script), cluster("1,0", "1,0"), str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_agents_play_on_all_nodes(chat_task: Path, tmp_path: Path, start: Callable[..., Any], cluster: Callable[..., str]) -> None:
+    """A rank and an engine on a node each, agents on both; those of a killed actor are tried again elsewhere."""
+    directory, address = tmp_path / "run", cluster("1,0", "1,0")
+    rollout = f"rollout.agent={{command: [{sys.executable}, tests/e2e/interviewer.py], max_processes: 4}}"
+    given = chat_arguments(chat_task, directory, "rollout.max_turns=8", "rollout.max_error_rate=0", rollout=rollout)
+    run, elsewhere = start(*given, "--ray-address", address), directory / "logs" / "agents-1.log"
+    deadline = time.monotonic() + 600
+    while not (elsewhere.exists() and "reward" in elsewhere.read_text()):
+        assert run.process.poll() is None and time.monotonic() < deadline, run.output
+        time.sleep(0.05)
+    (actor,) = (each for each in psutil.process_iter() if each.name().startswith("ray::AgentWorker"))
+    below = actor.children(recursive=True)
+    # A server, the processes of agents and their programs.
+    assert any("interviewer.py" in " ".join(each.cmdline()) for each in below)
+    actor.kill()
+    assert run.wait() == 0, run.output
+    assert psutil.wait_procs(below, timeout=30)[1] == []
+    steps = metrics(directory)
+    assert [steps[step]["rollout/failures"] for step in (1, 2)] == [0, 0]
+    assert sum(steps[step]["rollout/retries"] for step in (1, 2)) > 0
+    made = [(directory / "logs" / name).read_text().count('{"reward"') for name in ("agents.log", "agents-1.log")]
+    assert min(made) > 0 and sum(made) == 16

@@ -8,11 +8,13 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_rl.algorithms.log_prob import TORCH_ROWS
+from megatron_rl.types import TrainBatch
 
 BENCH = Path(__file__).parents[2] / "tools" / "bench"
 GRPO = BENCH / "grpo.py"
@@ -135,6 +137,42 @@ def test_a_driver_and_orders_are_measured_on_stub_engines(monkeypatch: pytest.Mo
     lines = [line for line in capsys.readouterr().out.splitlines() if "samples/s" in line or "times as fast" in line]
     assert "2 engines x 64: " in lines[0] and "per CPU second of the driver; cores: " in lines[0]
     assert [line.split("  ")[0] for line in lines[1:]] == ["synchronous", "over-sampling", "partial", "asynchronous 1", "asynchronous 4"]
+
+
+def test_the_policy_that_copies_learns_by_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against autograd: two groups of unequal lengths, a masked token, a ratio above the bound, and one group without a signal."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    copy = importlib.import_module("copy_task")
+    draw = np.random.default_rng(0)
+    policy = copy.CopyPolicy(list(range(20, 28)), draw.normal(size=(8, 8)))
+    answers = [(1, [1, 2, 1], 1.0), (1, [3, 4, 5, 1, 7], 0.25), (1, [0], 0.0), (6, [6, 6], 0.5), (6, [2], 0.5)]
+    cu_seqlens = np.cumsum([0, *(2 + len(drawn) for _, drawn, _ in answers)])
+    tokens = np.array([token for digit, drawn, _ in answers for token in (5, 20 + digit, *(20 + each for each in drawn))])
+    mask = np.ones(len(tokens), np.bool_)
+    for begin in cu_seqlens[:-1]:
+        mask[begin : begin + 2] = False
+    mask[8] = False
+    behind = np.where(mask, policy.log_probs[1, 3] - 3.0, 0.0).astype(np.float32)
+    rewards, groups = np.array([reward for *_, reward in answers]), np.array([0, 0, 0, 1, 1])
+    batch = TrainBatch(
+        tokens=tokens, cu_seqlens=cu_seqlens, prompt_lengths=np.full(5, 2), loss_mask=mask, rollout_log_probs=behind,
+        weight_versions=np.where(mask, 0, -1), rewards=rewards, group_ids=groups, truncated=np.zeros(5, np.bool_),
+    )  # fmt: skip
+    logits = torch.tensor(policy.logits, requires_grad=True)
+    log_probs, total = torch.log_softmax(logits, 1), torch.zeros((), dtype=torch.float64)
+    for number, (digit, drawn, reward) in enumerate(answers):
+        same = rewards[groups == groups[number]]
+        for place, each in enumerate(drawn):
+            at = cu_seqlens[number] + 2 + place
+            if mask[at]:
+                ratio = min(2.0, float(torch.exp(log_probs[digit, each].detach() - float(behind[at]))))
+                total = total + (reward - same.mean()) / (same.std() + 1e-6) * ratio * log_probs[digit, each]
+    (total / mask.sum()).backward()
+    assert logits.grad is not None and logits.grad[1].abs().max() > 0.1 and logits.grad[6].abs().max() == 0
+    before = policy.logits.copy()
+    policy.learn(batch)
+    assert np.allclose(policy.logits - before, 40.0 * logits.grad.numpy(), atol=1e-9)
+    assert policy.reward == pytest.approx(np.mean([torch.softmax(torch.tensor(policy.logits), 1)[n, n].item() for n in range(8)]))
 
 
 def test_a_turn_that_changes_a_token_before_is_a_broken_prefix(monkeypatch: pytest.MonkeyPatch) -> None:

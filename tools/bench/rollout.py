@@ -5,12 +5,15 @@
 - `single`: tokens/s of the manager, with client, rewards, buffer and batch, against a bare flood of the same requests, an HTTP call each,
   on the same real server; goals 1.0 with 64 in flight and 0.95 with 256.
 - `tools`: the same for environments on the driver's event loop and in processes, against a flood whose requests wait for the one before
-  in their trajectory; goal 0.95. Prefixes broken between turns; goal 0. Agents that ask the endpoint, against the loop; goal 0.95.
+  in their trajectory; goal 0.95. Agents that ask the endpoint, against the loop; goal 0.95. Prefixes broken between turns; goal 0, else
+  the status is 1. Beside wall clock the CPU time of a token, which other programs change less. On a quiet machine
+  `--only tools --turns 6` takes at most 6 minutes.
 - `control`: samples/s of one driver with stub engines, 64 in flight at each, and the cores that driver, reward workers and stub take.
-- `tails`: seconds for the same steps by each order of training, with stub engines whose answers have long-tailed lengths and real waits,
-  1 ms a token. No policy learns here: this is speed alone.
+- `tails`: seconds and steps to the same reward by each order of training, with stub engines whose answers have long-tailed lengths and
+  real waits, 1 ms a token, and 0.3 s of training; the policy of `copy_task.py`, of another seed in every turn.
 
-The policy is that of `shop_task.py`. Figures of a pair are taken in turns; a flood's requests are recorded from ours.
+The policy of the others is that of `shop_task.py`. Figures are taken in turns, each turn in another order; a flood's requests are
+recorded from ours.
 """
 
 import argparse
@@ -21,8 +24,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,11 +34,13 @@ from unittest.mock import patch
 
 import aiohttp
 import psutil
+from copy_task import DIGITS, CopyPolicy, write_rows
 from shop_task import TURNS, write_task
 
 from megatron_rl.config.load import load_settings
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.source import RunPrompts
+from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.engines.client import EngineClient
 from megatron_rl.engines.engine import Engine, EngineAddress
 from megatron_rl.engines.server_args import server_arguments
@@ -66,8 +72,61 @@ async def opened(settings: Settings, addresses: Sequence[EngineAddress]) -> Asyn
             yield manager
 
 
-async def ours(settings: Settings, address: EngineAddress) -> tuple[float, list[Asked]]:
-    """Return tokens/s of a step, and what it asked the engine, in the order of the answers."""
+@dataclass(frozen=True)
+class Speed:
+    """Tokens, seconds, and CPU seconds of the engine, of this process and of others that it has started."""
+
+    tokens: int
+    seconds: float
+    cpu_s: Mapping[str, float]
+
+    @property
+    def rate(self) -> float:
+        """Tokens/s."""
+        return self.tokens / self.seconds
+
+    def cpu_ms(self, part: str | None = None) -> float:
+        """Return the CPU time of a token in one part or all, ms."""
+        return 1000 * (sum(self.cpu_s.values()) if part is None else self.cpu_s[part]) / self.tokens
+
+
+class Clock:
+    """Measures the body of `with`; `speed` gives the result."""
+
+    def __init__(self, server: psutil.Process) -> None:
+        self._server = server
+
+    def _cpu_s(self) -> dict[str, float]:
+        own, engine = psutil.Process(), {self._server, *self._server.children(recursive=True)}
+        return {
+            "engine": sum(map(_cpu_s, engine)),
+            "driver": sum(own.cpu_times()[:2]),
+            "processes": sum(map(_cpu_s, {*own.children(recursive=True)} - engine)),
+        }
+
+    def __enter__(self) -> "Clock":
+        self._before, self._begun_s = self._cpu_s(), time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._seconds = time.perf_counter() - self._begun_s
+        self._used = {part: each - self._before[part] for part, each in self._cpu_s().items()}
+
+    def speed(self, tokens: int) -> Speed:
+        """Return the speed at which `tokens` were made in the body."""
+        return Speed(tokens, self._seconds, self._used)
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    """Return the CPU seconds of a process and of its ended children, 0 for one that is gone."""
+    try:
+        return sum(process.cpu_times()[:4])
+    except psutil.NoSuchProcess:
+        return 0.0
+
+
+async def ours(settings: Settings, address: EngineAddress, server: psutil.Process) -> tuple[Speed, list[Asked]]:
+    """Return the speed of a step, and what it asked the engine, in the order of the answers."""
     made: list[Asked] = []
     ask = EngineClient._ask
 
@@ -79,10 +138,9 @@ async def ours(settings: Settings, address: EngineAddress) -> tuple[float, list[
     with patch.object(EngineClient, "_ask", recorded):
         async with opened(settings, [address]) as manager:
             await manager.clients[0].flush_cache()
-            begun_s = time.perf_counter()
-            await manager.next_batch(0, progress=QUIET)
-            seconds = time.perf_counter() - begun_s
-    return sum(len(answer["output_ids"]) for _, answer in made) / seconds, made
+            with Clock(server) as clock:
+                await manager.next_batch(0, progress=QUIET)
+    return clock.speed(sum(len(answer["output_ids"]) for _, answer in made)), made
 
 
 def chains_of(made: Sequence[Asked]) -> list[list[dict[str, Any]]]:
@@ -102,8 +160,8 @@ def num_broken(chains: Sequence[Sequence[dict[str, Any]]]) -> int:
     return sum(any(len(one) < len(each) and each[: len(one)] == one for one in firsts) for each in firsts)
 
 
-async def flood(chains: Sequence[Sequence[dict[str, Any]]], address: EngineAddress, *, in_flight: int) -> float:
-    """Return tokens/s of the same requests, each in an HTTP call, by a client that does nothing with the answers."""
+async def flood(chains: Sequence[Sequence[dict[str, Any]]], address: EngineAddress, server: psutil.Process, *, in_flight: int) -> Speed:
+    """Return the speed of the same requests, each in an HTTP call, by a client that does nothing with the answers."""
     bodies = [[json.dumps({**asked, "return_logprob": True}).encode() for asked in chain] for chain in chains]
     answers: list[bytes] = []
     headers = {"Authorization": f"Bearer {address.api_key}", "Content-Type": "application/json"}
@@ -115,48 +173,73 @@ async def flood(chains: Sequence[Sequence[dict[str, Any]]], address: EngineAddre
                     answers.append(await response.read())
 
         (await session.post(f"{address.url}/flush_cache")).release()
-        begun_s = time.perf_counter()
-        await asyncio.gather(*map(follow, bodies))
-        seconds = time.perf_counter() - begun_s
-    return sum(len(json.loads(answer)["output_ids"]) for answer in answers) / seconds
+        with Clock(server) as clock:
+            await asyncio.gather(*map(follow, bodies))
+    return clock.speed(sum(len(json.loads(answer)["output_ids"]) for answer in answers))
 
 
 def told(ratios: Sequence[float], *, goal: float) -> str:
-    """Return the median and the range of ratios."""
-    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}; goal {goal})"
+    """Return the median and the range of ratios, and how many meet the goal."""
+    met = f"{sum(ratio >= goal for ratio in ratios)} of {len(ratios)} meet {goal}"
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}; {met})"
 
 
-async def single_turns(task: Path, address: EngineAddress, *, turns: int) -> None:
-    """Print single turns against the flood."""
+async def single_turns(task: Path, address: EngineAddress, server: psutil.Process, *, turns: int) -> int:
+    """Print single turns against the flood; return 0."""
     for in_flight, goal in ((64, 1.0), (256, 0.95)):
         settings = settings_for(task, samples=1024, in_flight=in_flight, answer=ANSWER_TOKENS)
-        made = (await ours(settings, address))[1]
+        made = (await ours(settings, address, server))[1]
         asked = [[request] for chain in chains_of(made) for request in chain]
-        pairs = [((await ours(settings, address))[0], await flood(asked, address, in_flight=in_flight)) for _ in range(turns)]
-        rates = statistics.median(own for own, _ in pairs)
-        print(f"single turns, {in_flight:>3} in flight: {rates:,.0f} tokens/s, of a flood {told([a / b for a, b in pairs], goal=goal)}")
+        ratios, rates = list[float](), list[float]()
+        for turn in range(turns):
+            # Every other pair begins with the flood.
+            before = await flood(asked, address, server, in_flight=in_flight) if turn % 2 else None
+            own = (await ours(settings, address, server))[0].rate
+            peer = before or await flood(asked, address, server, in_flight=in_flight)
+            rates.append(own)
+            ratios.append(own / peer.rate)
+        print(f"single turns, {in_flight:>3} in flight: {statistics.median(rates):,.0f} tokens/s, of a flood {told(ratios, goal=goal)}")
+    return 0
 
 
-async def tool_turns(task: Path, address: EngineAddress, *, turns: int) -> None:
-    """Print trajectories with tools against the flood, and agents against them."""
-    forms = {
-        "tools, on the loop": "rollout.environment=shop_task:LoopShop",
-        "tools, in processes": "rollout.environment=examples.agents.shop:Shop",
-        "agents, by the endpoint": "rollout.agent={function: 'shop_task:play'}",
-    }
-    runs = {form: settings_for(task, samples=256, in_flight=64, overrides=[override]) for form, override in forms.items()}
-    chains = chains_of((await ours(runs["tools, on the loop"], address))[1])
-    rates: dict[str, list[float]] = {form: [] for form in (*forms, "flood")}
-    for _ in range(turns):
-        for form, settings in runs.items():
-            rate, made = await ours(settings, address)
-            rates[form].append(rate)
+FORMS = {
+    "tools, on the loop": "rollout.environment=shop_task:LoopShop",
+    "tools, in processes": "rollout.environment=examples.agents.shop:Shop",
+    "agents, by the endpoint": "rollout.agent={function: 'shop_task:play'}",
+}
+
+
+async def tool_turns(task: Path, address: EngineAddress, server: psutil.Process, *, turns: int) -> int:
+    """Print trajectories with tools against the flood, and agents against them; return the number of broken prefixes."""
+    runs = {form: settings_for(task, samples=256, in_flight=64, overrides=[override]) for form, override in FORMS.items()}
+    chains = chains_of((await ours(runs["tools, on the loop"], address, server))[1])
+    speeds: dict[str, list[Speed]] = {form: [] for form in (*FORMS, "flood")}
+    num_chains = broken = 0
+    for turn in range(turns):
+        # Each form comes first, last and behind each other one as often, where turns are a multiple of 4.
+        forms = [*speeds][turn % 4 :] + [*speeds][: turn % 4]
+        for form in forms:
+            if form == "flood":
+                speeds[form].append(await flood(chains, address, server, in_flight=64))
+                continue
+            speed, made = await ours(runs[form], address, server)
+            speeds[form].append(speed)
             begun = chains_of(made)
-            print(f"  {form}: {num_broken(begun)} broken prefixes in {len(begun)} beginnings of 256 trajectories")
-        rates["flood"].append(await flood(chains, address, in_flight=64))
-    for form, peer in zip(forms, ("flood", "flood", "tools, on the loop"), strict=True):
-        ratios = [own / other for own, other in zip(rates[form], rates[peer], strict=True)]
-        print(f"{form}: {statistics.median(rates[form]):,.0f} tokens/s, of {peer} {told(ratios, goal=0.95)}")
+            num_chains, broken = num_chains + len(begun), broken + num_broken(begun)
+        print(f"  turn {turn + 1}: {', '.join(f'{form} {each[-1].rate:,.0f} tokens/s' for form, each in speeds.items())}", flush=True)
+    floods = [each.rate for each in speeds["flood"]]
+    print(
+        f"floods from {min(floods):,.0f} to {max(floods):,.0f} tokens/s; apart by more than 1.1: the machine is not quiet enough for goals"
+    )
+    for form, own in speeds.items():
+        parts = ", ".join(f"{part} {statistics.median(each.cpu_ms(part) for each in own):.2f}" for part in own[0].cpu_s)
+        print(f"{form}: {statistics.median(each.rate for each in own):,.0f} tokens/s; CPU ms a token: {parts}")
+    for form, peer in zip(FORMS, ("flood", "flood", "tools, on the loop"), strict=True):
+        pairs = list(zip(speeds[form], speeds[peer], strict=True))
+        print(f"{form}, of {peer}: {told([one.rate / other.rate for one, other in pairs], goal=0.95)}")
+        print(f"  by CPU time of all processes: {told([other.cpu_ms() / one.cpu_ms() for one, other in pairs], goal=0.95)}")
+    print(f"{broken} broken prefixes in {num_chains} tool rollouts; goal 0")
+    return broken
 
 
 @contextmanager
@@ -196,36 +279,52 @@ ORDERS: dict[str, tuple[str, ...]] = {
 }
 
 
+GOAL = 0.8
+"""Expected reward of the policy that each order has to reach, from 0.125."""
+
+
 async def long_tails(task: Path, *, turns: int, small: bool) -> None:
-    """Print the seconds for the same number of steps by each order, training a wait of 0.3 s."""
-    budget, token_s, num_steps, train_s = (100, 1e-4, 2, 0.01) if small else (1000, 1e-3, 12, 0.3)
-    found: dict[str, list[float]] = {order: [] for order in ORDERS}
-    for _ in range(turns):
+    """Print seconds and steps until the policy has the same expected reward, by each order."""
+    budget, token_s, most_steps, train_s = (100, 1e-4, 2, 0.01) if small else (1000, 1e-3, 60, 0.3)
+    tokenizer = load_tokenizer(task / "model")
+    start = CopyPolicy([tokenizer.convert_tokens_to_ids(digit) for digit in DIGITS])
+    write_rows(task / "digits.jsonl", count=4096)
+    found: dict[str, list[tuple[float, int, float]]] = {order: [] for order in ORDERS}
+    for turn in range(turns):
         for order, overrides in ORDERS.items():
-            late = ["objective.off_policy={mode: truncate, high: 2.0}", f"run.num_steps={num_steps}", *overrides]
+            of_task = [f"data.train={task}/digits.jsonl", "reward.function=copy_task:share", f"run.seed={turn}"]
+            late = ["objective.off_policy={mode: truncate, high: 2.0}", f"run.num_steps={most_steps}", *of_task, *overrides]
             settings = settings_for(task, samples=128, in_flight=16, answer=budget, overrides=late)
-            with stubs(budget, token_s) as (address, _):
+            policy = CopyPolicy(start.ids)
+            policy.write(task)
+            with stubs(budget, token_s, task) as (address, _):
                 async with opened(settings, [address] * 4) as manager:
-                    begun_s = time.perf_counter()
-                    for step in range(num_steps):
-                        await manager.next_batch(step, progress=QUIET)
+                    begun_s, step = time.perf_counter(), 0
+                    while policy.reward < GOAL and step < most_steps:
+                        batch, _ = await manager.next_batch(step, progress=QUIET)
                         await asyncio.sleep(train_s)
-                        await manager.clients[0].load_weights(task, version=step + 1)
-                    found[order].append(time.perf_counter() - begun_s)
-    for order, seconds in found.items():
-        ratios = [other / own for own, other in zip(seconds, found["synchronous"], strict=True)]
-        print(f"{order:<15} {statistics.median(seconds):.1f} s, {statistics.median(ratios):.2f} times as fast as synchronous")
+                        policy.learn(batch)
+                        policy.write(task)
+                        step += 1
+                        await manager.clients[0].load_weights(task, version=step)
+                    found[order].append((time.perf_counter() - begun_s, step, policy.reward))
+    for order, each in found.items():
+        seconds, steps, rewards = zip(*each, strict=True)
+        ratios = [other[0] / own for own, other in zip(seconds, found["synchronous"], strict=True)]
+        pace = statistics.median(one / other for one, other in zip(seconds, steps, strict=True))
+        text = f"{statistics.median(seconds):.1f} s, {statistics.median(steps):g} steps of {pace:.2f} s to a reward of {min(rewards):.2f}"
+        print(f"{order:<15} {text}; {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) times as fast as synchronous")
 
 
-async def on_server(task: Path, names: Sequence[str], *, turns: int) -> None:
-    """Run the parts `names` on one real server."""
+async def on_server(task: Path, names: Sequence[str], *, turns: int) -> int:
+    """Run the parts `names` on one real server; return the number of broken prefixes."""
     model = {"model_path": task / "model", "device_kind": "cpu", "dtype": "float32", "seed": 0, "needs_tokenizer": True}
     engine = Engine(server_arguments({"max_total_tokens": 131072}, **model), log_path=task / "engine.log")
     try:
         address = await asyncio.to_thread(engine.start)
-        for name, part in (("single", single_turns), ("tools", tool_turns)):
-            if name in names:
-                await part(task, address, turns=turns)
+        parts = {"single": single_turns, "tools": tool_turns}
+        server = psutil.Process(engine.pid)
+        return sum([await parts[name](task, address, server, turns=turns) for name in parts if name in names])
     finally:
         await asyncio.to_thread(engine.stop)
 
@@ -240,12 +339,13 @@ def main() -> int:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         write_task(task := Path(name))
+        broken = 0
         if {"single", "tools"} & {*arguments.only}:
-            asyncio.run(on_server(task, arguments.only, turns=arguments.turns))
+            broken = asyncio.run(on_server(task, arguments.only, turns=arguments.turns))
         for each, part in (("control", control_plane), ("tails", partial(long_tails, turns=arguments.turns))):
             if each in arguments.only:
                 asyncio.run(part(task, small=arguments.small))
-    return 0
+    return int(broken > 0)
 
 
 if __name__ == "__main__":

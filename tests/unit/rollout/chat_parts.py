@@ -74,6 +74,6 @@ class Policy:
         ids = ids[: sampling.max_tokens]
         log_probs = -0.001 * np.arange(self.num_made + 1, self.num_made + len(ids) + 1)
         self.num_made += len(ids)
-        experts = np.full((len(token_ids) + len(ids) - 1, 1, 1), len(self.asked), np.uint8)
+        experts = np.full((len(token_ids) + len(ids) - 1, 1, 1), len(self.asked) % 256, np.uint8)
         candidates = Candidates.of([each, each + 1] for each in ids) if sampling.records_candidates else None
         return (Generation(np.array(ids), log_probs.astype(np.float32), np.full(len(ids), self.version), reason, experts, candidates),)

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
@@ -132,6 +133,38 @@ class Broken(Environment):
         if kind == "empty":
             return ""
         return 4  # type: ignore[return-value]
+
+
+class Mortal(Environment):
+    """Sums up numbers. Its process ends at the first 13, `always` at each; the file of its label says that one has ended.
+
+    With `forgets` another one does not say the same.
+    """
+
+    replayable = True
+
+    def __init__(self, *, always: bool = False, forgets: bool = False) -> None:
+        self.always, self.forgets, self.sum = always, forgets, 0
+
+    def add(self, number: int) -> str:
+        """Add a number."""
+        has_ended = Path(str(self.prompt.label)).exists()
+        if number == 13 and (self.always or not has_ended):
+            Path(str(self.prompt.label)).touch()
+            os._exit(1)
+        self.sum += number
+        return f"{self.sum}{' again' if self.forgets and has_ended else ''}"
+
+    tools = (add,)
+
+    def step(self, *, message: Message) -> Reply:
+        return Reply(done=True, reward=self.sum)
+
+
+class Lost(Mortal):
+    """The same, which is not given all again."""
+
+    replayable = False
 
 
 class Unwilling(Environment):

@@ -70,6 +70,7 @@ class Client:
         self.timeouts = request_timeout_s, control_timeout_s
         self.generate = Client.engine.generate
         self.served: Counter[str] = Counter()
+        self.is_paused = False
 
     async def __aenter__(self) -> "Client":
         return self

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from agents_under_test import count
 from chat_parts import Policy, chat_tokenizer
-from endpoint_parts import until
+from endpoint_parts import Gate, until
 
 from megatron_rl.config.settings import AgentSettings, RolloutSettings
 from megatron_rl.engines.sampling import Sampling
@@ -21,11 +22,14 @@ from megatron_rl.errors import EngineError, TrajectoryError, UserError
 from megatron_rl.observe.group_metrics import rollout_metrics
 from megatron_rl.observe.metrics import metric_values
 from megatron_rl.plugins.loader import kind_of
-from megatron_rl.rollout.groups import MOST_ALONE, most_alone
+from megatron_rl.rollout.agent_rollout import AgentRollout
+from megatron_rl.rollout.agents import AgentNode
+from megatron_rl.rollout.environment_call import Answer
+from megatron_rl.rollout.groups import MOST_ALONE, GroupMaker, most_alone
 from megatron_rl.rollout.opened_rollout import load_rollout, opened_rollout
 from megatron_rl.rollout.sample_checks import check_samples
 from megatron_rl.runtime.plugin_contracts import check
-from megatron_rl.types import Group, Prompt, Sample
+from megatron_rl.types import Group, Message, Prompt, Sample
 
 PROGRAM = Path(__file__).parent / "agents_under_test.py"
 
@@ -88,7 +92,8 @@ def test_branches_share_one_reward_and_the_last_knows_the_others() -> None:
     samples = play("fan_out", lambda text: "4" if "Choose" in text else f"say{text.count('1')}", must_reward=True)
     assert len(samples) == 3 and [sample.reward.value for sample in samples if sample.reward] == [1.0] * 3
     branches = samples[-1].metadata["branches"]
-    assert [text[text.index("Propose") :][:10] for text in branches] == ["Propose 0.", "Propose 1."]
+    # They ask at once.
+    assert sorted(text[text.index("Propose") :][:10] for text in branches) == ["Propose 0.", "Propose 1."]
     assert all("say" in text for text in branches) and "branches" not in samples[0].metadata
     assert "Choose: say0, say1" in samples[-1].prompt.text
     group = Group(id="p", prompt=samples[0].prompt, samples=samples)
@@ -220,15 +225,62 @@ def test_check_plugin_tries_an_agent_with_a_model(tmp_path: Path) -> None:
     assert found[-1].level == "broken" and "rollout.args.bonus is 'x'" in found[-1].text
 
 
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_agents_play_where_the_fewest_are_for_each_core(monkeypatch: pytest.MonkeyPatch, is_lost: bool) -> None:
+    """4 trajectories on this node of one core and another of two, which ask it by another URL; a lost node loses one at most."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0})
+    tokenizer, policy = chat_tokenizer(), Gate(chat_tokenizer(), lambda text: "4")
+    settings = RolloutSettings(agent=AgentSettings(function="agents_under_test:count"))
+    prompt = Prompt(id="p", token_ids=np.array([1]), text="Hi.", label="4")
+    urls, failures = list[str](), list[TrajectoryError]()
+
+    async def work() -> None:
+        async with opened_rollout(settings, tokenizer=tokenizer, model_type="qwen3", must_reward=True) as rollout:
+            assert isinstance(rollout, AgentRollout)
+
+            async def elsewhere(asked: Prompt, message: Message) -> Answer:
+                urls.append(message["base_url"])
+                if is_lost:
+                    return {"cause": "error", "headline": "gone", "trace": "", "lost": True}
+                await count(prompt=asked, base_url=message["base_url"], api_key=message["api_key"])
+                return {"messages": [], "done": True, "parts": {"agent": 1.0}, "num_calls": 0, "num_errors": 0}
+
+            options = {"pool": None, "tokenizer": tokenizer, "score": None, "seed": 0, "max_tokens": 99}
+            maker = GroupMaker(RolloutSettings(agent=AgentSettings(command=("true",))), rollout, **options)  # type: ignore[arg-type]
+            await maker.spread_agents([AgentNode(elsewhere, 2)], host="127.0.0.2")
+            # 4 for each of 3 cores.
+            assert [places._value for places in maker._places.values()] == [12] * 3
+            policy.opened.clear()
+
+            async def one() -> None:
+                asked = {"sampling": Sampling(max_tokens=200), "num_samples": 1, "tokenizer": tokenizer}
+                try:
+                    await rollout(prompt=prompt, generator=policy, **asked)  # type: ignore[arg-type]
+                except TrajectoryError as error:
+                    failures.append(error)
+
+            playing = [asyncio.ensure_future(one())]
+            await until(lambda: bool(urls) if is_lost else policy.num_running == 1)
+            playing += [asyncio.ensure_future(one()) for _ in range(3)]
+            await until(lambda: policy.num_running == (3 if is_lost else 4))
+            policy.opened.set()
+            await asyncio.gather(*playing)
+
+    asyncio.run(asyncio.wait_for(work(), 60))
+    assert len(urls) == (1 if is_lost else 3) and all(url.startswith("http://127.0.0.2:") for url in urls)
+    assert [(error.cause, str(error)) for error in failures] == ([("error", "gone")] if is_lost else [])
+
+
 def test_commands_at_once_follow_from_the_cores() -> None:
     command, function = AgentSettings(command=("true",)), AgentSettings(function="a:b")
     assert most_alone(RolloutSettings(agent=command)) == 4 * len(os.sched_getaffinity(0))
     assert most_alone(RolloutSettings(agent=AgentSettings(command=("true",), max_processes=3))) == 3
+    assert most_alone(RolloutSettings(agent=command), num_cores=7) == 28
     assert most_alone(RolloutSettings(agent=function)) == most_alone(RolloutSettings(environment="a:B")) == MOST_ALONE
 
 
 def test_an_agent_that_is_not_there_is_refused() -> None:
-    with pytest.raises(UserError, match=r"rollout\.agent\.command begins with no-such-program.*driver's node"):
+    with pytest.raises(UserError, match=r"rollout\.agent\.command begins with no-such-program.*every node of the run"):
         load_rollout(RolloutSettings(agent=AgentSettings(command=("no-such-program",))))
     with pytest.raises(UserError, match=r"rollout\.agent\.function agents_under_test:main .*is called as \(prompt=\.\."):
         load_rollout(RolloutSettings(agent=AgentSettings(function="agents_under_test:main")))

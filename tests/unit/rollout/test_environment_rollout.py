@@ -1,6 +1,8 @@
 """Trajectories with an environment: turns, budgets, rewards, failures, and groups of them."""
 
 import asyncio
+import json
+import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -11,9 +13,11 @@ from chat_parts import THINKING_TEMPLATE, Policy, call, chat_tokenizer
 from megatron_rl.config.settings import RolloutSettings
 from megatron_rl.engines.sampling import Sampling
 from megatron_rl.errors import TrajectoryError
+from megatron_rl.observe.group_metrics import rollout_metrics
+from megatron_rl.observe.metrics import metric_values
 from megatron_rl.rollout.opened_rollout import opened_rollout
 from megatron_rl.rollout.sample_checks import check_samples
-from megatron_rl.types import Prompt, Sample, StopReason
+from megatron_rl.types import Group, Prompt, Sample, StopReason
 
 PROMPT = Prompt(id="p", token_ids=np.array([1]), text="Hi.", label="4")
 
@@ -35,15 +39,17 @@ def play(
     end: str = "<|im_end|>",
     reason: StopReason = StopReason.STOP,
     sessions: list[str | None] | None = None,
+    asked: list[list[int]] | None = None,
     **settings: object,
 ) -> tuple[Sample, ...]:
-    """The samples of a rollout with the environment `name`, after the checks of a run; adds to `sessions` those that asked."""
+    """The samples of a rollout with the environment `name`, after the checks of a run; adds to `sessions` and `asked` who asked what."""
     tokenizer = chat_tokenizer(THINKING_TEMPLATE)
     chosen = RolloutSettings(environment=f"environments_under_test:{name}", **settings)  # type: ignore[arg-type]
     prompt = Prompt(id="p", token_ids=np.array([1]), text="Hi.", label=label)
     policy = Policy(tokenizer, texts, context=context)
     policy.end, policy.reason = end, reason
     policy.sessions = policy.sessions if sessions is None else sessions
+    policy.asked = policy.asked if asked is None else asked
 
     async def work() -> Sequence[Sample]:
         async with opened_rollout(chosen, tokenizer=tokenizer, model_type="qwen3", must_reward=must_reward) as rollout:
@@ -155,6 +161,59 @@ def test_without_a_reward_of_its_own_the_function_decides() -> None:
     with pytest.raises(TrajectoryError, match=r"ended without a reward, and reward\.function is null") as raised:
         play("Silent", ["4"])
     assert raised.value.cause == "contract"
+
+
+ADDED = [*(call("add", f'{{"number": {number}}}') for number in (1, 2, 13, 4)), "end"]
+
+
+def test_a_replayable_environment_is_asked_all_again(tmp_path: Path) -> None:
+    """No answer of the policy is made again, and the tokens are those of an environment that did not end."""
+    asked: list[str | None] = []
+    (tmp_path / "whole").touch()
+    (one,) = play("Mortal", ADDED, label=str(tmp_path / "whole"))
+    (other,) = play("Mortal", ADDED, label=str(tmp_path / "x"), sessions=asked)
+    assert len(asked) == 5 and (tmp_path / "x").exists()
+    assert np.array_equal(one.response_ids, other.response_ids) and np.array_equal(one.loss_mask, other.loss_mask)
+    assert np.array_equal(one.rollout_log_probs, other.rollout_log_probs) and one.reward == other.reward
+    assert one.reward is not None and one.reward.value == 20.0
+    assert other.metadata == {**one.metadata, "num_replays": 1}
+    values = [metric_values(rollout_metrics([Group(id="p", prompt=PROMPT, samples=(each, each))], version=3)) for each in (one, other)]
+    assert values[1].pop("rollout/replays") == 2 and values[0] == values[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "cause", "words"),
+    [
+        ("Mortal", {"forgets": True}, "replay", "it answered message 1 with .*1 again.*set replayable = False"),
+        ("Mortal", {"always": True}, "environment", "its process ended before it answered"),
+        ("Lost", {}, "environment", "its process ended before it answered"),
+    ],
+)
+def test_a_trajectory_that_cannot_be_replayed_fails(tmp_path: Path, name: str, args: dict[str, bool], cause: str, words: str) -> None:
+    asked: list[str | None] = []
+    with pytest.raises(TrajectoryError, match=words) as raised:
+        play(name, ADDED, label=str(tmp_path / "x"), args=args, sessions=asked)
+    assert raised.value.cause == cause and len(asked) == 3
+
+
+def test_no_prefix_breaks_in_64_trajectories_with_tools() -> None:
+    """Each request begins with all tokens of the one before and its answer; what follows depends on all of them."""
+    asked: list[list[int]] = []
+
+    def said(text: str) -> str:
+        draw = random.Random(text)
+        calls = [call("put", json.dumps({"key": "a", "value": "4" * draw.randrange(1, 9)})), call("get", '{"key": "a"}'), call("no", "{}")]
+        return "ja, sch\u00f6n" if draw.random() < 0.2 else " ".join(draw.choices(calls, k=draw.randrange(1, 3)))
+
+    samples = play("Shop", said, num_samples=64, max_turns=6, asked=asked)
+    assert len(samples) == 64 and sum(sample.metadata["num_tool_calls"] for sample in samples) > 64
+    ends = [sum(sample.metadata["num_turns"] for sample in samples[:number]) for number in range(65)]
+    assert ends[-1] == len(asked) > 128
+    for sample, first, end in zip(samples, ends[:-1], ends[1:], strict=True):
+        tokens = [*sample.prompt.token_ids.tolist(), *sample.response_ids.tolist()]
+        assert all(tokens[: len(one)] == one for one in asked[first:end])
+        made = [np.flatnonzero(np.diff(sample.loss_mask.astype(int), prepend=0) == 1) + len(sample.prompt.token_ids)]
+        assert [len(one) for one in asked[first:end]] == made[0].tolist()
 
 
 def test_failures_have_a_cause() -> None:

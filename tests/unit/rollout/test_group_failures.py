@@ -55,7 +55,7 @@ def failing(*whens: int, error: BaseException) -> Rollout:
 def test_a_failed_trajectory_is_repeated_alone_with_other_seeds() -> None:
     client = Engine()
     group, maker = asyncio.run(make_with(failing(0, 2, error=ZeroDivisionError("tool")), client))
-    assert [sample.index for sample in group.samples] == [0, 1, 2, 3] and group.failures == () and maker.num_retries == 5
+    assert [sample.index for sample in group.samples] == [0, 1, 2, 3] and group.failures == () and maker.retries == {"error": 5}
     assert [sample.trajectory for sample in group.samples] == [None] * 4
     seeds = [
         sampling.request(index)["sampling_seed"]
@@ -265,7 +265,7 @@ def test_trajectories_with_an_environment_fail_alone() -> None:
     pool = EnginePool([client], max_requests=8)  # type: ignore[list-item]
     maker = GroupMaker(settings, rollout, pool=pool, tokenizer=NumberTokenizer(), score=score, seed=0, max_tokens=64)  # type: ignore[arg-type]
     group = asyncio.run(maker.make(make_prompts(1)[0], num_samples=4))
-    assert maker.name == "rollout.environment a:B" and maker.num_retries == 2
+    assert maker.name == "rollout.environment a:B" and maker.retries == {"environment": 2}
     assert group.failures == (Failure("environment", "KeyError: 'x'", "the trace"),)
     # The first attempts have seeds of their own, too.
     assert len({sampling.seed for sampling in client.samplings}) == len(client.samplings) == 3
@@ -336,7 +336,7 @@ def test_an_evaluation_needs_no_room_in_a_micro_batch_and_counts_no_retry() -> N
     async def made(urgency: Urgency) -> tuple[int, int]:
         maker = GroupMaker(settings, single_turn, pool=pool, tokenizer=NumberTokenizer(), score=None, seed=0, max_tokens=4)  # type: ignore[arg-type]
         group = await maker.make(prompt, num_samples=1, urgency=urgency)
-        return len(group.samples), maker.num_retries
+        return len(group.samples), maker.retries.total()
 
     assert asyncio.run(made(Urgency.EVALUATION)) == (1, 0)
     assert asyncio.run(made(Urgency.TRAINING)) == (0, 2)
@@ -348,7 +348,7 @@ def test_an_evaluation_needs_no_room_in_a_micro_batch_and_counts_no_retry() -> N
         maker = GroupMaker(settings, broken, pool=pool, tokenizer=NumberTokenizer(), score=None, seed=0, max_tokens=64)  # type: ignore[arg-type]
         group = await maker.make(prompt, num_samples=1, urgency=Urgency.EVALUATION)
         assert [failure.cause for failure in group.failures] == ["error"]
-        return maker.num_retries
+        return maker.retries.total()
 
     assert asyncio.run(fails()) == 0
 

@@ -108,6 +108,7 @@ def test_the_next_prompt_takes_the_place_of_a_group_that_failed(
     assert [values["rollout/left_out_groups"] for values in metrics] == [sum(at == step for at, *_ in rows) for step in range(1, 7)]
     for values in metrics:
         assert values["rollout/failures"] == values.get("rollout/failures/error", 0) == 2 * values["rollout/left_out_groups"]
+    assert all(values["rollout/retries"] == values.get("rollout/retries/error", 0) for values in metrics)
     assert sum(values["rollout/retries"] for values in metrics) >= 4 * len(rows)
     assert causes[0][:2] == ("error", "ZeroDivisionError: tool") and causes[0][2] >= 2 * len(rows)
     log = (tmp_path / "run" / "logs" / "rollout.log").read_text()
