@@ -27,8 +27,8 @@ class RunSettings(Section):
         4,
         ge=0,
         le=64,
-        description="Groups of each step whose tokens, masks, log-probs and versions stay in the buffer (13 bytes a token), for readers; "
-        "of others they go with the last checkpoint that could come back to them.",
+        description="Groups of each step whose tokens, masks, log-probs, versions, entropies and advantages stay in the buffer "
+        "(37 bytes a token), for the report; of others they go with the last checkpoint that could come back to them.",
     )
     keep_interval: int = Field(0, ge=0, description="Checkpoints of its multiples are kept for good; 0 keeps the newest alone.")
     export_interval: int = Field(

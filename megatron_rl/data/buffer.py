@@ -22,6 +22,7 @@ from typing import Any
 
 from megatron_rl.data import buffer_rows
 from megatron_rl.data.sqlite_file import SqliteFile
+from megatron_rl.data.token_values import TokenValues
 from megatron_rl.errors import UserError
 from megatron_rl.types import Failure, Group, Prompt, Sample
 
@@ -41,7 +42,8 @@ WAITING = (
 NEWEST = "SELECT trained FROM groups INDEXED BY groups_by_state WHERE state = 'consumed' ORDER BY position DESC LIMIT ?"
 COUNT = "SELECT count(*) FROM groups WHERE state = ?"
 PRUNABLE = (
-    "SELECT row_number() OVER (PARTITION BY consumed_step ORDER BY position), id "
+    "SELECT row_number() OVER (PARTITION BY consumed_step ORDER BY "
+    "EXISTS (SELECT 1 FROM samples WHERE group_id = id AND token_values IS NOT NULL) DESC, position), id "
     "FROM groups INDEXED BY groups_unpruned WHERE pruned = 0 AND consumed_step <= ?"
 )
 LATER = "SELECT count(*) FROM groups INDEXED BY groups_unpruned WHERE pruned = 0 AND consumed_step > ?"
@@ -189,6 +191,17 @@ class Buffer(SqliteFile):
                 [(step, reason is None, reason, group_id) for group_id, reason in rejections.items()],
             )
 
+    def put_token_values(self, samples: Mapping[int, Sample], values: TokenValues) -> None:
+        """Keep `values` of the tokens of `samples`, by row of the trained batch, for readers of the run."""
+        with self._transaction() as connection:
+            for row, sample in samples.items():
+                table = values.of_row(row, begin=len(sample.prompt.token_ids), length=len(sample.response_ids))
+                if table is not None:
+                    connection.execute(
+                        "UPDATE samples SET token_values = ? WHERE group_id = ? AND sample_index = ?",
+                        (table.astype("<f4").tobytes(), sample.group_id, sample.index),
+                    )
+
     def waiting(self) -> list[WaitingGroup]:
         """Return all groups not consumed, in the order of prompts."""
         return [WaitingGroup(*row) for row in self._read(WAITING)]
@@ -274,7 +287,8 @@ class Buffer(SqliteFile):
     def prune(self, step: int, *, keep: int) -> None:
         """Drop the token arrays of groups consumed up to `step`, the oldest kept checkpoint.
 
-        Of each step the first `keep` groups only lose their records of engines, for readers of the run.
+        Of each step `keep` groups only lose their records of engines, for readers of the run: those
+        with values of tokens, then the first ones.
         """
         if self._locked is not None:
             # The next run prunes: the checkpoint at the end of this run must not fail.
@@ -283,7 +297,7 @@ class Buffer(SqliteFile):
             found = connection.execute(PRUNABLE, (step,)).fetchall()
             connection.executemany(
                 "UPDATE samples SET response_ids = NULL, loss_mask = NULL, rollout_log_probs = NULL, weight_versions = NULL, "
-                "own_prompt_ids = NULL WHERE group_id = ?",
+                "own_prompt_ids = NULL, token_values = NULL WHERE group_id = ?",
                 [(group_id,) for number, group_id in found if number > keep],
             )
             records = "routed_experts = NULL, candidates = NULL"

@@ -323,11 +323,17 @@ def metric_info(name: str) -> MetricInfo:
     raise KeyError(f"metric {name!r} is not in the table of metrics" + (f"; the closest is {closest[0]!r}" if closest else ""))
 
 
-def is_beyond_healthy(name: str, value: float) -> bool:
-    """Return True where `value` is not below a bound that begins the healthy range, as `< 0.1`."""
+def healthy_bound(name: str) -> float | None:
+    """Return the bound that begins the healthy range of a metric, as in `< 0.1`; None without one."""
     info = find_info(name)
     bound = None if info is None else re.match(r"< ([\d.]+)(?=;|$)", info.healthy)
-    return bound is not None and not value < float(bound[1])
+    return None if bound is None else float(bound[1])
+
+
+def is_beyond_healthy(name: str, value: float) -> bool:
+    """Return True where `value` is not below its `healthy_bound`."""
+    bound = healthy_bound(name)
+    return bound is not None and not value < bound
 
 
 def check_metrics(metrics: Mapping[str, Metric]) -> None:

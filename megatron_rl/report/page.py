@@ -1,122 +1,235 @@
-"""The report of a run: curves.png and a self-contained report.html, from metrics.jsonl alone."""
+"""The report of a run: one self-contained report.html, and curves.png, from the files of its directory.
+
+The directory may be that of a run that goes on, has ended or was killed. Every text of a model or a
+user is escaped by the template or inside a block.
+"""
 
 import base64
-import html
-import math
+import json
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from importlib.resources import files
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
-from megatron_rl.errors import UserError
-from megatron_rl.observe.metrics import find_info, is_beyond_healthy
+import jinja2
+import numpy as np
+from markupsafe import Markup
+
+from megatron_rl.config.load import load_settings
+from megatron_rl.config.settings import Settings
+from megatron_rl.errors import UserError, sized
+from megatron_rl.observe.groups_of_interest import labels
 from megatron_rl.observe.sinks import METRICS_FILE, read_metrics
-from megatron_rl.observe.summary import REPORT_FILE, SUMMARY_FILE, Summary, read_summary
+from megatron_rl.observe.summary import REPORT_FILE, read_summary
+from megatron_rl.observe.visible_text import visible
+from megatron_rl.report import overview
 from megatron_rl.report.curves import Steps, draw_curves, drawable
+from megatron_rl.report.run_samples import Answer, RunSamples, facts, open_samples
+from megatron_rl.report.sample_blocks import QUANTITIES, Spell, group_block, load_spelling, pack, quantities
 from megatron_rl.system.files import write_atomic
 
 CURVES_FILE = "curves.png"
+# Those of checkpoints.run_checkpoints and evaluation.evaluator, whose imports take seconds.
+SETTINGS_FILE, EVALUATION_DIRECTORY = "settings.yaml", "evaluation"
+_EXTRA = ("altair", "vl_convert", "itables")
 
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #0f172a; background: #f8fafc; margin: 0; }
-main { max-width: 1100px; margin: 0 auto; padding: 24px 16px 64px; }
-h1 { font-size: 24px; margin: 0 0 16px; } h2 { font-size: 17px; margin: 32px 0 8px; }
-img { width: 100%; height: auto; background: white; border: 1px solid #e2e8f0; border-radius: 8px; }
-pre { background: #0f172a; color: #e2e8f0; padding: 12px 16px; border-radius: 8px; overflow-x: auto; }
-.table { overflow-x: auto; background: white; border: 1px solid #e2e8f0; border-radius: 8px; }
-table { border-collapse: collapse; width: 100%; font-size: 14px; }
-th, td { text-align: left; padding: 6px 12px; border-bottom: 1px solid #f1f5f9; vertical-align: top; }
-th { color: #475569; font-weight: 600; } tr:last-child td { border-bottom: 0; }
-td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-"""
+_MOST_STEPS = 40  # whose samples are looked at
+_BLOCK_BYTES = 900_000
+"""Of samples in a page; the scripts take 1.6 MB, curves of 200 steps 0.4 MB."""
 
 
-def report_run(directory: Path) -> Path:
-    """Write the picture and the page into the `directory` of a run and return the page's path.
+def report_run(directory: Path, *, between: tuple[int, int] | None = None, out: Path | None = None, marked: Sequence[str] = ()) -> Path:
+    """Write the page of the run in `directory` to `out`, by default with the picture into the directory; return its path.
 
-    The run may have ended, go on or have been killed. Raises UserError for a run without metrics
-    and for a full disk.
+    `between` are the first and the last step to show; groups `marked` by id are shown in any case.
+    Raises UserError for a run without metrics, for a group that is not there and for a full disk.
     """
     if not directory.is_dir():
         raise UserError(f"{directory} is no directory; give the run.directory of a run")
     path = directory / METRICS_FILE
     if not path.exists():
         raise UserError(f"{path} does not exist, so there is nothing to report; give the run.directory of a run")
-    # A name may hold bytes that are no text.
-    name = os.fsencode(directory.name).decode(errors="replace")
-    summary, steps, title = read_summary(directory), read_metrics(path), f"Run {name}"
+    steps = {step: row for step, row in read_metrics(path).items() if between is None or between[0] <= step <= between[1]}
     if not drawable(steps):
-        raise UserError(f"{path} holds no metrics to draw, so there is nothing to report; run at least one step")
+        where = "" if between is None else f" between steps {between[0]} and {between[1]}"
+        raise UserError(f"{path} holds no metrics to draw{where}, so there is nothing to report; run at least one step")
+    # A name may hold bytes that are no text.
+    title = f"Run {os.fsencode(directory.name).decode(errors='replace')}"
     picture = draw_curves(steps, title=title)
-    write_atomic(directory / CURVES_FILE, picture)
-    write_atomic(directory / REPORT_FILE, _page(steps, picture, title=title, summary=summary))
-    return directory / REPORT_FILE
+    if out is None:
+        write_atomic(directory / CURVES_FILE, picture)
+    out = out or directory / REPORT_FILE
+    write_atomic(out, _page(directory, steps, picture, title=title, marked=marked))
+    return out
 
 
-def _page(steps: Steps, picture: bytes, *, title: str, summary: Summary | None) -> str:
-    name = html.escape(title)
-    image = base64.b64encode(picture).decode()
-    facts = _facts_of(summary) if summary is not None else {"status": f"no {SUMMARY_FILE}: the run goes on, or was killed"}
-    go_on = html.escape(summary.go_on) if summary is not None else ""
-    return f"""<!doctype html>
-<html lang="en">
-<head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{name}</title><style>{_STYLE}</style></head>
-<body><main>
-<h1>{name}</h1>
-{_table((), list(facts.items()), numbers=())}
-<h2>Curves</h2>
-<img alt="Curves of the run" src="data:image/png;base64,{image}">
-<h2>Go on from here</h2>
-<pre>{go_on}</pre>
-<h2>Numbers</h2>
-{_table(("metric", "first", "last", "unit", "meaning", "healthy"), _final_rows(steps), numbers=(1, 2))}
-</main></body></html>
-"""
+def _page(directory: Path, steps: Steps, picture: bytes, *, title: str, marked: Sequence[str]) -> str:
+    charts, left_out = _charts(), []
+    settings = None
+    try:
+        settings = load_settings(directory / SETTINGS_FILE, on_gpus=False)
+    except UserError as error:
+        left_out.append(f"settings: {str(error).splitlines()[0]}")
+    if charts is None:
+        left_out.append("charts that answer the mouse and tables that sort: pip install 'megatron-rl[report]'")
+    samples = _Samples.read(directory, settings, steps, marked=marked, left_out=left_out)
+    evaluated = [row for row in overview.evaluations(directory / EVALUATION_DIRECTORY) if row[0] in steps]
+    specs: dict[str, dict[str, Any]] = {"curves": {}, "distributions": {}}
+    if charts is not None:
+        specs = {
+            "curves": charts.curve_charts(steps, evaluated),
+            "distributions": charts.sample_charts(samples.answers, samples.numbers),
+            "others": {"positions": charts.position_chart()},
+        }
+    summary, own = read_summary(directory), files("megatron_rl.report")
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    scripts = None if charts is None else charts.scripts()
+    raw = {name: Markup((own / f"page.{kind}").read_text("utf-8")) for name, kind in (("style", "css"), ("script", "js"))}
+    page = environment.from_string((own / "page.html").read_text("utf-8")).render(
+        title=visible(title),
+        **raw,
+        scripts=scripts and {name: Markup(text) for name, text in scripts._asdict().items()},
+        facts=_visible(overview.run_facts(directory, summary, settings, steps)),
+        go_on=visible(summary.go_on) if summary is not None else "",
+        left_out=[visible(reason) for reason in left_out],
+        evaluations=_visible(evaluated),
+        charts={name: list(found) for name, found in specs.items()},
+        picture=base64.b64encode(picture).decode(),
+        quantities=QUANTITIES,
+        groups=_visible(samples.rows),
+        blocks=samples.blocks,
+        blocks_json=_inside_script(samples.blocks),
+        specs=_inside_script({name: spec for found in specs.values() for name, spec in found.items()}),
+        solved=_visible(samples.solved),
+        numbers=_visible(overview.metric_rows(steps)),
+        changed=_visible(overview.changed_settings(settings)) if settings is not None else [],
+        versions=overview.versions(),
+    )
+    return page
 
 
-def _facts_of(summary: Summary) -> dict[str, str]:
-    """Return the summary as rows of a table, without absent measurements."""
-    facts = {
-        "status": summary.status,
-        "steps": str(summary.steps),
-        "seed": str(summary.seed),
-        "peak memory": f"{summary.peak_memory_bytes / 2**30:.2f} GiB",
-        "seconds": ", ".join(f"{name} {seconds:.0f}" for name, seconds in summary.seconds.items()),
-    }
-    if summary.checkpoint is not None:
-        facts["checkpoint"] = summary.checkpoint
-    for name, before in summary.evaluation_before.items():
-        if name.endswith("/accuracy") or (
-            name.endswith("/reward") and f"{name.rpartition('/')[0]}/accuracy" not in summary.evaluation_before
-        ):
-            facts[f"held-out {name}"] = f"{before:.3f} → {summary.evaluation_after.get(name, before):.3f}"
-    return facts
+def _charts() -> ModuleType | None:
+    """Return the module of charts, None without the packages of the extra `report`."""
+    try:
+        from megatron_rl.report import charts
+    except ModuleNotFoundError as error:
+        if error.name not in _EXTRA:
+            raise
+        return None
+    return charts
 
 
-def _final_rows(steps: Steps) -> list[tuple[str, ...]]:
-    """Return one row per metric with the first and the last value."""
-    rows: list[tuple[str, ...]] = []
-    for name in sorted({name for metrics in steps.values() for name in metrics}):
-        values = [metrics[name] for metrics in steps.values() if name in metrics]
-        info = find_info(name)
-        described = (info.unit, info.meaning, info.healthy) if info is not None else ("", "not in the table of metrics", "")
-        mark = " \N{WARNING SIGN}" if is_beyond_healthy(name, values[-1]) else ""
-        rows.append((name, _shown(values[0]), f"{_shown(values[-1])}{mark}", *described))
-    return rows
+def _visible(rows: Any) -> list[tuple[str, ...]]:
+    return [tuple(visible(str(cell)) for cell in row) for row in rows]
 
 
-def _shown(value: float) -> str:
-    if not math.isfinite(value):
-        return "not finite"
-    if value == int(value) and abs(value) < 1e15:
-        return f"{int(value):,}"
-    return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+def _inside_script(value: Any) -> Any:
+    """Return JSON that no HTML parser takes for markup."""
+    text = json.dumps(value, ensure_ascii=True, separators=(",", ":"))
+    return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
 
 
-def _table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Sequence[int]) -> str:
-    """Return an HTML table with the columns `numbers` aligned to the right."""
-    lines = ["".join(f"<th>{html.escape(title)}</th>" for title in titles)] if titles else []
-    for row in rows:
-        kinds = (' class="number"' if index in numbers else "" for index in range(len(row)))
-        lines.append("".join(f"<td{kind}>{html.escape(cell)}</td>" for kind, cell in zip(kinds, row, strict=True)))
-    body = "\n".join(f"<tr>{line}</tr>" for line in lines)
-    return f'<div class="table"><table>{body}</table></div>'
+class _Samples:
+    """The samples in a page: `blocks` and `rows` of groups, `answers` of the steps, and `numbers` of tokens by quantity and step."""
+
+    def __init__(self) -> None:
+        self.blocks: list[str] = []
+        self.rows: list[tuple[Any, ...]] = []
+        self.answers: list[Answer] = []
+        self.solved: list[tuple[Any, ...]] = []
+        self.numbers: dict[str, dict[int, list[float]]] = {}
+
+    @classmethod
+    def read(
+        cls, directory: Path, settings: Settings | None, steps: Collection[int], *, marked: Sequence[str], left_out: list[str]
+    ) -> "_Samples":
+        """Read the groups of interest of up to _MOST_STEPS of `steps`; append what is not shown, and why, to `left_out`."""
+        made = cls()
+        spell = load_spelling([directory / "huggingface", *([settings.model.path] if settings is not None else [])])
+        if spell is None:
+            left_out.append("tokens of samples: no tokenizer.json in the model's directory")
+        try:
+            with open_samples(directory) as run:
+                present = [step for step in run.steps() if step in steps]
+                chosen = spread(present, _MOST_STEPS)
+                if len(chosen) < len(present):
+                    left_out.append(f"samples of {len(present) - len(chosen)} of {len(present)} steps; --steps A-B shows others")
+                made._add(run, chosen, spell, marked=marked, left_out=left_out)
+        except UserError as error:
+            if marked:
+                raise
+            left_out.append(f"samples: {error}")
+        return made
+
+    def _add(self, run: RunSamples, steps: Sequence[int], spell: Spell | None, *, marked: Sequence[str], left_out: list[str]) -> None:
+        self.answers, num_failures, sources = run.answers(steps), run.num_failures(), run.sources()
+        self.solved = overview.solved_by_source(self.answers, sources)
+        by_step: dict[int, list[Answer]] = {}
+        for answer in self.answers:
+            by_step.setdefault(answer.step, []).append(answer)
+        wanted = {name: ["marked"] for name in marked}
+        for step in spread_order(steps):
+            found = labels(facts(by_step[step], num_failures))
+            if step == steps[-1]:
+                found.setdefault(by_step[step][-1].group, []).append("newest")
+            wanted |= {name: [*wanted.get(name, []), *names] for name, names in found.items()}
+        self._pack(run, wanted, spell, sources=sources, left_out=left_out)
+
+    def _pack(
+        self, run: RunSamples, wanted: Mapping[str, list[str]], spell: Spell | None, *, sources: Mapping[str, str], left_out: list[str]
+    ) -> None:
+        shown, used = [], 0
+        for name, group_labels in wanted.items():
+            group = run.group(name)
+            block = pack(group_block(group, group_labels, spell))
+            if used + len(block) > _BLOCK_BYTES and "marked" not in group_labels:
+                left_out.append(
+                    f"{len(wanted) - len(shown)} of {len(wanted)} groups of interest: the page has {sized(_BLOCK_BYTES)} for samples; "
+                    "--steps A-B and --group ID choose others"
+                )
+                break
+            used += len(block)
+            shown.append((group, group_labels, block))
+            for sample in group.samples:
+                if sample.values is not None:
+                    for quantity, values in quantities(sample, step=group.step).items():
+                        of_step = self.numbers.setdefault(QUANTITIES[quantity][0], {}).setdefault(group.step, [])
+                        of_step += values[np.isfinite(values)].tolist()
+        for group, group_labels, block in sorted(shown, key=lambda each: -each[0].step):
+            self.blocks.append(block)
+            mine = [
+                Answer(group.step, group.id, sample.trajectory, sample.index, sample.reward, sample.stop, sample.num_tokens)
+                for sample in group.samples
+            ]
+            rewards = [answer.reward for answer in mine if answer.reward is not None]
+            (numbers,) = facts(mine, {group.id: len(group.failures)}) if mine else (None,)
+            self.rows.append((
+                group.step, ", ".join(group_labels), group.id, sources.get(group.id, ""), group.prompt[:80],
+                "" if numbers is None or numbers.reward is None else f"{numbers.reward:.3f}",
+                *(f"{pick(rewards):.3g}" if rewards else "" for pick in (min, max)),
+                *((numbers.longest, numbers.truncated, numbers.failed) if numbers is not None else ("", "", len(group.failures))),
+                group.rejection or "yes",
+            ))  # fmt: skip
+
+
+def spread(steps: Sequence[int], most: int) -> list[int]:
+    """Return up to `most` of `steps`, rising, evenly spread with the first and the last."""
+    return [steps[index] for index in sorted({round(place) for place in np.linspace(0, len(steps) - 1, min(most, len(steps)))})]
+
+
+def spread_order(steps: Sequence[int]) -> Iterator[int]:
+    """Yield every step: the last, the first, the middle ones, and so on, so that a cut leaves an even spread."""
+    waiting, seen = [(0, len(steps) - 1)], set()
+    for end in (len(steps) - 1, 0) if steps else ():
+        if end not in seen:
+            seen.add(end)
+            yield steps[end]
+    for low, high in waiting:
+        middle = (low + high) // 2
+        if middle not in seen:
+            seen.add(middle)
+            yield steps[middle]
+        if high - low > 1:
+            waiting += [(middle, high), (low, middle)]
