@@ -163,8 +163,10 @@ def _seconds(steps: Steps) -> Any:
 
 def _intervals(title: str, evaluations: Sequence[Sequence[Any]]) -> Any:
     rows = [{"s": step, "c": name, "v": value, "low": low, "high": high} for step, name, _, value, low, high, _ in evaluations]
+    labels = sorted({row["c"] for row in rows})
     base = alt.Chart(alt.Data(values=rows), title=title, width=330, height=170).encode(
-        x=alt.X("s:Q", title="step", axis=alt.Axis(tickMinStep=1)), color=alt.Color("c:N", title=None, scale=alt.Scale(range=_COLORS), legend=alt.Legend(orient="bottom"))
+        x=alt.X("s:Q", title="step", axis=alt.Axis(tickMinStep=1)),
+        color=alt.Color("c:N", title=None, scale=alt.Scale(domain=labels, range=_COLORS), legend=_legend(labels)),
     )
     line = base.mark_line(point=True).encode(y=alt.Y("v:Q", title=None), tooltip=["s:Q", "c:N", "v:Q", "low:Q", "high:Q"])
     return base.mark_rule().encode(y="low:Q", y2="high:Q") + line

@@ -74,7 +74,7 @@ def versions() -> list[tuple[str, str]]:
 def evaluations(directory: Path) -> list[Row]:
     """Return the estimates of every evaluation kept in `directory`: step, set, name, value, low and high end of the interval, number."""
     rows = []
-    for path in sorted(directory.glob("step-*/*.json")):
+    for path in sorted(directory.glob("step-*/*.json"), reverse=True):
         try:
             estimates = json.loads(path.read_text("utf-8"))["estimates"]
             step = int(path.parent.name.removeprefix("step-"))

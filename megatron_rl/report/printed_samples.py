@@ -1,6 +1,5 @@
 """Samples of a step in a terminal."""
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,5 +43,4 @@ def _lines(group: StoredGroup, sample: StoredSample) -> Iterator[str]:
     reward = f"{sample.reward:.4g}" if sample.reward is not None else f"none ({sample.outcome})"
     title = f"reward {reward}, {counted(sample.num_tokens, 'token')}, ended by {sample.stop}, group {group.id}, sample {sample.index}"
     parts = {"prompt": sample.own_prompt or group.prompt, "label": group.label or "", "answer": sample.text, "message": sample.message}
-    only_ascii = not (sys.stdout.encoding or "").lower().startswith("utf")
-    yield from sample_lines(title, {name: text for name, text in parts.items() if text or name == "answer"}, only_ascii=only_ascii)
+    yield from sample_lines(title, {name: text for name, text in parts.items() if text or name == "answer"})

@@ -107,6 +107,7 @@ class RolloutManager:
         self.production = self._producing()
         self._returning: set[asyncio.Task[None]] = set()
         self._num_returned = 0  # since the last step
+        self.example: Sample | None = None  # of the newest batch
         self.looked_at: dict[int, Sample] = {}
         """Rows of the newest batch with samples whose tokens are kept."""
         self._measured = (0.0, 0, 0)  # busy seconds, tokens and retries at the end of the last step
@@ -278,6 +279,7 @@ class RolloutManager:
         kept = [each.group for each in taken if each.kept]
         trained = kept or [each.group for each in taken if not each.failed]
         batch, names = make_train_batch(trained, version=step), to_keep(trained, self._settings.run.keep_groups)
+        self.example = last_samples(trained[step % len(trained)].samples)[-1]
         self.looked_at = {row: sample for row, sample in enumerate(batch_samples(trained)) if sample.group_id in names}
         if not kept:
             # All groups are dropped: there is nothing to train on.

@@ -33,6 +33,7 @@ from megatron_rl.errors import CheckpointError, DeadlineError, MegatronRLError, 
 from megatron_rl.observe.console import PhaseProgress
 from megatron_rl.observe.metrics import Mean, Metric, metric_values
 from megatron_rl.observe.summary import asked_to_end, status_of
+from megatron_rl.observe.visible_text import lines_of
 from megatron_rl.rollout.manager import MAX_RESAMPLING_ROUNDS, RolloutManager
 from megatron_rl.runtime.agreement import Agreement
 from megatron_rl.runtime.colocation import Phase, SharedDevices
@@ -368,6 +369,9 @@ class RolloutRun(Run):
         overlap_s, train_s = self._manager.busy_s - busy_before_s, time.perf_counter() - start_s
         self._records.add({"rollout/overlap_fraction": Mean(min(overlap_s, train_s), train_s)})
         self._wait(self._manager.keep(values), name="keeping the values of tokens")
+        prints, example = self._settings.observe.print_samples, self._manager.example
+        if prints and not (step + 1) % prints and example is not None:
+            self._records.say(*lines_of(example, step=step + 1))
         return values
 
     def save(self, *, step: int, at_the_end: bool = False) -> None:
