@@ -1,44 +1,69 @@
 """Which groups of a step to look at: the best, the worst, the median, the longest, and those that went wrong."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from megatron_rl.types import Group, last_samples
+from megatron_rl.types import Group
 
 
-@dataclass(frozen=True, slots=True)
-class GroupFacts:
-    """A group of a step in numbers.
+class Answer(NamedTuple):
+    """One sample in numbers; `trajectory` None: one by itself."""
 
-    `reward` is the mean of its scored trajectories, None without one; `longest` counts the tokens
-    of the longest response; `truncated` and `failed` count trajectories, failed ones also without
-    a score.
+    step: int
+    group: str
+    trajectory: int | None
+    index: int
+    reward: float | None
+    stop: str
+    num_tokens: int
+
+
+class GroupFacts(NamedTuple):
+    """A group of a step in numbers, which but for `longest` count trajectories.
+
+    `rewards` are those of scored ones, `failed` counts those without, `longest` the tokens of the
+    longest sample.
     """
 
     id: str
-    reward: float | None
+    rewards: tuple[float, ...]
     longest: int
     truncated: int
     failed: int
 
-    @classmethod
-    def of(cls, group: Group) -> "GroupFacts":
-        """Return the numbers of a group."""
-        ends = last_samples(group.samples)
-        rewards = [end.reward.value for end in ends if end.reward is not None and end.reward.value is not None]
-        return cls(
-            group.id,
-            sum(rewards) / len(rewards) if rewards else None,
-            max((len(sample.response_ids) for sample in group.samples), default=0),
-            sum(end.truncated for end in ends),
-            len(group.failures) + len(ends) - len(rewards),
-        )
+    @property
+    def mean(self) -> float | None:
+        """Return the mean reward, None without any."""
+        return sum(self.rewards) / len(self.rewards) if self.rewards else None
+
+
+def ends(answers: Iterable[Answer]) -> list[Answer]:
+    """Return the last sample of each trajectory, with the trajectory's reward."""
+    found: dict[Any, Answer] = {}
+    for answer in answers:
+        alone = answer.trajectory is None
+        found[answer.group, alone, answer.index if alone else answer.trajectory] = answer
+    return list(found.values())
+
+
+def facts(answers: Iterable[Answer], num_failures: Mapping[str, int]) -> list[GroupFacts]:
+    """Return the groups of `answers`, sorted by index within a group, in numbers; `num_failures` by group have no answer."""
+    groups: dict[str, list[Answer]] = {}
+    for answer in answers:
+        groups.setdefault(answer.group, []).append(answer)
+    made = []
+    for name, samples in groups.items():
+        last = ends(samples)
+        rewards = tuple(end.reward for end in last if end.reward is not None)
+        longest, truncated = max(answer.num_tokens for answer in samples), sum(end.stop == "length" for end in last)
+        made.append(GroupFacts(name, rewards, longest, truncated, num_failures.get(name, 0) + len(last) - len(rewards)))
+    return made
 
 
 def labels(groups: Sequence[GroupFacts]) -> dict[str, list[str]]:
     """Return the ids of the groups of interest of one step, the most telling first, each with its labels."""
     found: dict[str, list[str]] = {}
-    ranked = sorted((group for group in groups if group.reward is not None), key=lambda group: group.reward or 0.0)
+    ranked = sorted((group for group in groups if group.rewards), key=lambda group: group.mean or 0.0)
     chosen = [("worst", ranked[0]), ("best", ranked[-1]), ("median", ranked[len(ranked) // 2])] if ranked else []
     for name in ("truncated", "failed", "longest"):
         most = max(groups, key=lambda group: getattr(group, name), default=None)
@@ -51,5 +76,10 @@ def labels(groups: Sequence[GroupFacts]) -> dict[str, list[str]]:
 
 def to_keep(groups: Sequence[Group], limit: int) -> list[str]:
     """Return the ids of up to `limit` groups: those of interest, then the first others."""
-    names = [*labels([GroupFacts.of(group) for group in groups]), *(group.id for group in groups)]
-    return list(dict.fromkeys(names))[:limit]
+    answers = [
+        Answer(0, group.id, one.trajectory, one.index, one.reward and one.reward.value, one.stop_reason.value, len(one.response_ids))
+        for group in groups
+        for one in sorted(group.samples, key=lambda sample: sample.index)
+    ]
+    found = labels(facts(answers, {group.id: len(group.failures) for group in groups}))
+    return list(dict.fromkeys([*found, *(group.id for group in groups)]))[:limit]

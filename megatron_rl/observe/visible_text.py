@@ -3,12 +3,14 @@
 import sys
 import textwrap
 import unicodedata
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from megatron_rl.types import Sample
 
 _ACTING = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 """Unicode's categories: controls, formats as bidirectional ones, halves of pairs, private and no characters, separators."""
+
+_MOST_LETTERS = 4000  # of a part of a sample in a terminal
 
 
 def visible(text: str, *, only_ascii: bool = False) -> str:
@@ -33,25 +35,26 @@ def _stays(letter: str, only_ascii: bool) -> bool:
     return not only_ascii and unicodedata.category(letter) not in _ACTING
 
 
-def sample_lines(title: str, parts: Mapping[str, str], *, width: int = 80, most: int = 4000) -> Iterator[str]:
-    """Yield `title` and each named part, indented and within `width` columns; of longer ones than `most` both ends.
+def sample_lines(**parts: str | None) -> Iterator[str]:
+    """Yield the parts of a sample that there are, with their names, within 80 columns; of long ones both ends.
 
     Where the output's encoding is no form of Unicode, all is ASCII.
     """
     only_ascii = not (sys.stdout.encoding or "").lower().startswith("utf")
-    yield visible(title, only_ascii=only_ascii)
     for name, text in parts.items():
-        cut = f"\n({len(text) - most:,} characters left out)\n"
-        shown = text if len(text) <= most else text[: most // 2] + cut + text[-(most // 2) :]
-        for number, line in enumerate(visible(shown, only_ascii=only_ascii).expandtabs(4).split("\n")):
-            pieces = textwrap.wrap(line, width - 12, replace_whitespace=False, drop_whitespace=False) or [""]
-            for place, piece in enumerate(pieces):
-                yield f"{name if not number + place else '':>10}  {piece}".rstrip()
+        if not text and name != "answer":
+            continue
+        text, half = text or "", _MOST_LETTERS // 2
+        if len(text) > _MOST_LETTERS:
+            text = f"{text[:half]}\n[... {len(text) - _MOST_LETTERS:,} characters left out ...]\n{text[-half:]}"
+        for number, line in enumerate(visible(text, only_ascii=only_ascii).expandtabs(4).split("\n")):
+            pieces = textwrap.wrap(line, 68, replace_whitespace=False, drop_whitespace=False) or [""]
+            yield from (f"{name if not number + place else '':>10}  {piece}".rstrip() for place, piece in enumerate(pieces))
 
 
 def lines_of(sample: Sample, *, step: int) -> Iterator[str]:
     """Yield a sample of `step` with prompt, label and reward, for a terminal."""
     reward = sample.reward
     words = "no reward" if reward is None else f"reward {reward.value:.4g}" if reward.value is not None else reward.outcome.value
-    title = f"step {step}: {words}, {len(sample.response_ids)} tokens, ended by {sample.stop_reason.value}, group {sample.group_id}"
-    yield from sample_lines(title, {"prompt": sample.prompt.text, "label": sample.prompt.label or "", "answer": sample.response_text})
+    yield f"step {step}: {words}, {len(sample.response_ids)} tokens, ended by {sample.stop_reason.value}, group {sample.group_id!r}"
+    yield from sample_lines(prompt=sample.prompt.text, label=sample.prompt.label, answer=sample.response_text)

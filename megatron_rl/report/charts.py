@@ -1,7 +1,7 @@
 """The charts of a report as Vega-Lite specifications, made by altair, and the scripts that draw them without a network."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,11 +9,13 @@ from typing import Any, NamedTuple
 import altair as alt
 import numpy as np
 import vl_convert
+from altair.utils.schemapi import debug_mode
+from numpy.typing import NDArray
 
 from megatron_rl.errors import UserError
+from megatron_rl.observe.groups_of_interest import Answer, ends
 from megatron_rl.observe.metrics import healthy_bound
 from megatron_rl.report.curves import Panel, Steps, drawable
-from megatron_rl.report.run_samples import Answer, ends
 from megatron_rl.system.files import write_atomic
 
 _MORE = (
@@ -40,7 +42,11 @@ _PHASES = {"rollout_wait": "generation", "train": "training", "sync": "weight sy
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
 """Of Okabe and Ito: told apart with every kind of colour vision."""
 
+ByStep = Mapping[int, Sequence[NDArray[np.float64]]]
+"""Numbers of each step, in parts."""
+
 _BINS = 20
+_TABLES = files("itables") / "html"
 
 
 class Scripts(NamedTuple):
@@ -64,32 +70,48 @@ def scripts() -> Scripts:
 
 
 def _with_tables(vega: str) -> Scripts:
-    tables = files("itables") / "html"
-    script, style = ((tables / f"dt_bundle.{kind}").read_text("utf-8") for kind in ("js", "css"))
+    script, style = ((_TABLES / f"dt_bundle.{kind}").read_text("utf-8") for kind in ("js", "css"))
     # Inside a script only these two would be markup; both stand in strings and comments there.
     return Scripts(*(text.replace("<!--", "<\\!--").replace("</script", "<\\/script") for text in (vega, script)), style)
+
+
+def all_charts(
+    steps: Steps, evaluations: Sequence[Sequence[Any]], answers: Sequence[Answer], tokens: Mapping[str, ByStep]
+) -> dict[str, dict[str, Any]]:
+    """Return the charts of a page by section and name."""
+    # Without the check of every part against the schema, which takes most of the time.
+    with debug_mode(False):
+        curves, distributions = curve_charts(steps, evaluations), sample_charts(answers, tokens)
+        return {"curves": curves, "distributions": distributions, "others": {"positions": position_chart()}}
 
 
 def curve_charts(steps: Steps, evaluations: Sequence[Sequence[Any]]) -> dict[str, Any]:
     """Return the charts of a run's metrics by name, and of `evaluations`: step, set, estimate, value, low, high and number."""
     found = {"seconds": _seconds(steps)}
     for panel in (*drawable(steps), *_MORE):
-        if panel.sparse and evaluations:
-            continue
+        if (panel.sparse and evaluations) or any(name.startswith("time/") for name in panel.curves.values()):
+            continue  # drawn with intervals, or as an area
         found[panel.title] = _curve(panel, steps)
     for kind in sorted({row[2] for row in evaluations if row[2] in ("accuracy", "reward")}):
         found[f"Held-out {kind}"] = _intervals(f"Held-out {kind}", [row for row in evaluations if row[2] == kind])
     return {name: _spec(chart) for name, chart in found.items() if chart is not None}
 
 
-def sample_charts(answers: Sequence[Answer], tokens: Mapping[str, Mapping[int, Sequence[float]]]) -> dict[str, Any]:
+def sample_charts(answers: Sequence[Answer], tokens: Mapping[str, ByStep]) -> dict[str, Any]:
     """Return charts of the distribution of rewards and lengths, and of the `tokens`' numbers by quantity and step."""
+    rewards: dict[int, list[float]] = {}
+    lengths: dict[int, list[float]] = {}
+    for answer in answers:
+        lengths.setdefault(answer.step, []).append(answer.num_tokens)
+    for end in ends(answers):
+        if end.reward is not None:
+            rewards.setdefault(end.step, []).append(end.reward)
+    found = {"Rewards": rewards, "Response lengths, tokens": lengths}
     values = {
-        "Rewards": [(end.step, end.reward) for end in ends(answers) if end.reward is not None],
-        "Response lengths, tokens": [(answer.step, float(answer.num_tokens)) for answer in answers],
-        **{f"Tokens of kept groups: {name}": [(step, x) for step, xs in of.items() for x in xs] for name, of in tokens.items()},
+        **{name: {step: [np.array(numbers)] for step, numbers in of.items()} for name, of in found.items()},
+        **{f"Tokens of kept groups: {name}": of for name, of in tokens.items()},
     }
-    return {name: _spec(_heat(name, pairs)) for name, pairs in values.items() if pairs}
+    return {name: _spec(_heat(name, of)) for name, of in values.items() if of}
 
 
 def position_chart() -> Any:
@@ -172,18 +194,18 @@ def _intervals(title: str, evaluations: Sequence[Sequence[Any]]) -> Any:
     return base.mark_rule().encode(y="low:Q", y2="high:Q") + line
 
 
-def _heat(title: str, pairs: Iterable[tuple[int, float]]) -> Any:
+def _heat(title: str, of: ByStep) -> Any:
     """Return the share of the values of each step in each bin, outer hundredths in the outer bins."""
-    numbers, values = (np.array(column) for column in zip(*pairs, strict=True))
-    low, high = np.quantile(values, [0.005, 0.995])
+    values = {step: np.concatenate(of[step]) for step in sorted(of)}
+    low, high = np.quantile(np.concatenate(list(values.values())), [0.005, 0.995])
     edges = np.linspace(low, high if high > low else low + 1.0, _BINS + 1)
     rows = []
-    for step in np.unique(numbers):
-        counts, _ = np.histogram(np.clip(values[numbers == step], edges[0], edges[-1]), edges)
+    for step, numbers in values.items():
+        counts, _ = np.histogram(np.clip(numbers, edges[0], edges[-1]), edges)
         for index in np.flatnonzero(counts):
             share = float(f"{counts[index] / counts.sum():.3g}")
             rows.append({"s": str(step), "a": float(f"{edges[index]:.4g}"), "b": float(f"{edges[index + 1]:.4g}"), "v": share})
-    order = [str(step) for step in np.unique(numbers)]
+    order = [str(step) for step in values]
     return (
         alt.Chart(alt.Data(values=rows), title=title, width=430, height=180)
         .mark_rect()

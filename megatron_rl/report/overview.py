@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.settings import Settings
+from megatron_rl.observe.groups_of_interest import Answer, ends
 from megatron_rl.observe.metrics import find_info, is_beyond_healthy
 from megatron_rl.observe.sinks import METRICS_FILE
 from megatron_rl.observe.summary import SUMMARY_FILE, Summary
 from megatron_rl.report.curves import Steps
-from megatron_rl.report.run_samples import Answer, ends
 
 _PACKAGES = ("megatron-rl", "megatron-core", "sglang", "torch", "transformers", "ray", "transformer-engine")
 

@@ -7,7 +7,7 @@ user is escaped by the template or inside a block.
 import base64
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
 from types import ModuleType
@@ -16,17 +16,17 @@ from typing import Any
 import jinja2
 import numpy as np
 from markupsafe import Markup
+from numpy.typing import NDArray
 
 from megatron_rl.config.load import load_settings
-from megatron_rl.config.settings import Settings
 from megatron_rl.errors import UserError, sized
-from megatron_rl.observe.groups_of_interest import labels
+from megatron_rl.observe.groups_of_interest import Answer, GroupFacts, facts, labels
 from megatron_rl.observe.sinks import METRICS_FILE, read_metrics
 from megatron_rl.observe.summary import REPORT_FILE, read_summary
 from megatron_rl.observe.visible_text import visible
 from megatron_rl.report import overview
 from megatron_rl.report.curves import Steps, draw_curves, drawable
-from megatron_rl.report.run_samples import Answer, RunSamples, facts, open_samples
+from megatron_rl.report.run_samples import RunSamples, StoredGroup, open_samples
 from megatron_rl.report.sample_blocks import QUANTITIES, Spell, group_block, load_spelling, pack, quantities
 from megatron_rl.system.files import write_atomic
 
@@ -74,15 +74,21 @@ def _page(directory: Path, steps: Steps, picture: bytes, *, title: str, marked: 
         left_out.append(f"settings: {str(error).splitlines()[0]}")
     if charts is None:
         left_out.append("charts that answer the mouse and tables that sort: pip install 'megatron-rl[report]'")
-    samples = _Samples.read(directory, settings, steps, marked=marked, left_out=left_out)
+    spell = load_spelling([directory / "huggingface", *([] if settings is None else [settings.model.path])])
+    if spell is None:
+        left_out.append("tokens of samples: no tokenizer.json in the model's directory")
+    samples = _Samples()
+    try:
+        with open_samples(directory) as run:
+            left_out += samples.read(run, steps, spell, marked=marked)
+    except UserError as error:
+        if marked:
+            raise
+        left_out.append(f"samples: {error}")
     evaluated = [row for row in overview.evaluations(directory / EVALUATION_DIRECTORY) if row[0] in steps]
     specs: dict[str, dict[str, Any]] = {"curves": {}, "distributions": {}}
     if charts is not None:
-        specs = {
-            "curves": charts.curve_charts(steps, evaluated),
-            "distributions": charts.sample_charts(samples.answers, samples.numbers),
-            "others": {"positions": charts.position_chart()},
-        }
+        specs = charts.all_charts(steps, evaluated, samples.answers, samples.numbers)
     summary, own = read_summary(directory), files("megatron_rl.report")
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     scripts = None if charts is None else charts.scripts()
@@ -139,79 +145,56 @@ class _Samples:
         self.rows: list[tuple[Any, ...]] = []
         self.answers: list[Answer] = []
         self.solved: list[tuple[Any, ...]] = []
-        self.numbers: dict[str, dict[int, list[float]]] = {}
+        self.numbers: dict[str, dict[int, list[NDArray[np.float64]]]] = {}
 
-    @classmethod
-    def read(
-        cls, directory: Path, settings: Settings | None, steps: Collection[int], *, marked: Sequence[str], left_out: list[str]
-    ) -> "_Samples":
-        """Read the groups of interest of up to _MOST_STEPS of `steps`; append what is not shown, and why, to `left_out`."""
-        made = cls()
-        spell = load_spelling([directory / "huggingface", *([settings.model.path] if settings is not None else [])])
-        if spell is None:
-            left_out.append("tokens of samples: no tokenizer.json in the model's directory")
-        try:
-            with open_samples(directory) as run:
-                present = [step for step in run.steps() if step in steps]
-                chosen = spread(present, _MOST_STEPS)
-                if len(chosen) < len(present):
-                    left_out.append(f"samples of {len(present) - len(chosen)} of {len(present)} steps; --steps A-B shows others")
-                made._add(run, chosen, spell, marked=marked, left_out=left_out)
-        except UserError as error:
-            if marked:
-                raise
-            left_out.append(f"samples: {error}")
-        return made
-
-    def _add(self, run: RunSamples, steps: Sequence[int], spell: Spell | None, *, marked: Sequence[str], left_out: list[str]) -> None:
-        self.answers, num_failures, sources = run.answers(steps), run.num_failures(), run.sources()
+    def read(self, run: RunSamples, steps: Collection[int], spell: Spell | None, *, marked: Sequence[str]) -> Iterator[str]:
+        """Read the groups of interest of some of `steps`; yield what is left out, and why."""
+        present = [step for step in run.steps() if step in steps]
+        chosen = spread(present, _MOST_STEPS)
+        if len(chosen) < len(present):
+            yield f"samples of {len(present) - len(chosen)} of {len(present)} steps; --steps A-B shows others"
+        extra = {run.group(name).row["consumed_step"] for name in marked}
+        self.answers, sources = run.answers({*chosen, *extra}), run.sources()
         self.solved = overview.solved_by_source(self.answers, sources)
-        by_step: dict[int, list[Answer]] = {}
+        known = {one.id: one for one in facts(self.answers, run.num_failures())}
+        by_step: dict[int, dict[str, GroupFacts]] = {}
         for answer in self.answers:
-            by_step.setdefault(answer.step, []).append(answer)
+            by_step.setdefault(answer.step, {})[answer.group] = known[answer.group]
         wanted = {name: ["marked"] for name in marked}
-        for step in spread_order(steps):
-            found = labels(facts(by_step[step], num_failures))
-            if step == steps[-1]:
-                found.setdefault(by_step[step][-1].group, []).append("newest")
-            wanted |= {name: [*wanted.get(name, []), *names] for name, names in found.items()}
-        self._pack(run, wanted, spell, sources=sources, left_out=left_out)
-
-    def _pack(
-        self, run: RunSamples, wanted: Mapping[str, list[str]], spell: Spell | None, *, sources: Mapping[str, str], left_out: list[str]
-    ) -> None:
-        shown, used = [], 0
-        for name, group_labels in wanted.items():
+        for step in spread_order(chosen):
+            found = labels(list(by_step.get(step, {}).values()))
+            if step == chosen[-1] and step in by_step:
+                found.setdefault(list(by_step[step])[-1], []).append("newest")
+            wanted |= {name: [*wanted.get(name, []), *words] for name, words in found.items()}
+        used, shown = 0, []
+        for name, words in wanted.items():
             group = run.group(name)
-            block = pack(group_block(group, group_labels, spell))
-            if used + len(block) > _BLOCK_BYTES and "marked" not in group_labels:
-                left_out.append(
-                    f"{len(wanted) - len(shown)} of {len(wanted)} groups of interest: the page has {sized(_BLOCK_BYTES)} for samples; "
-                    "--steps A-B and --group ID choose others"
-                )
-                break
+            block = pack(group_block(group, words, spell))
             used += len(block)
-            shown.append((group, group_labels, block))
-            for sample in group.samples:
-                if sample.values is not None:
-                    for quantity, values in quantities(sample, step=group.step).items():
-                        of_step = self.numbers.setdefault(QUANTITIES[quantity][0], {}).setdefault(group.step, [])
-                        of_step += values[np.isfinite(values)].tolist()
-        for group, group_labels, block in sorted(shown, key=lambda each: -each[0].step):
-            self.blocks.append(block)
-            mine = [
-                Answer(group.step, group.id, sample.trajectory, sample.index, sample.reward, sample.stop, sample.num_tokens)
-                for sample in group.samples
-            ]
-            rewards = [answer.reward for answer in mine if answer.reward is not None]
-            (numbers,) = facts(mine, {group.id: len(group.failures)}) if mine else (None,)
-            self.rows.append((
-                group.step, ", ".join(group_labels), group.id, sources.get(group.id, ""), group.prompt[:80],
-                "" if numbers is None or numbers.reward is None else f"{numbers.reward:.3f}",
-                *(f"{pick(rewards):.3g}" if rewards else "" for pick in (min, max)),
-                *((numbers.longest, numbers.truncated, numbers.failed) if numbers is not None else ("", "", len(group.failures))),
-                group.rejection or "yes",
-            ))  # fmt: skip
+            if used > _BLOCK_BYTES and "marked" not in words:
+                how = "--steps A-B and --group ID choose others"
+                yield f"{len(wanted) - len(shown)} of {len(wanted)} groups: the page has {sized(_BLOCK_BYTES)} for samples; {how}"
+                break
+            shown.append((group.row["consumed_step"], block, _group_row(group, words, known.get(name), sources.get(name, ""))))
+            self._count(group)
+        shown.sort(key=lambda one: -one[0])
+        self.blocks, self.rows = [block for _, block, _ in shown], [row for *_, row in shown]
+
+    def _count(self, group: StoredGroup) -> None:
+        step = group.row["consumed_step"]
+        for sample in group.samples:
+            if sample["token_values"] is not None:
+                for name, values in quantities(sample, step=step).items():
+                    self.numbers.setdefault(QUANTITIES[name][0], {}).setdefault(step, []).append(values[np.isfinite(values)])
+
+
+def _group_row(group: StoredGroup, words: Sequence[str], found: GroupFacts | None, source: str) -> tuple[Any, ...]:
+    """Return the cells of a group in the table of samples; `found` None: no trajectory was made."""
+    row, rewards = group.row, () if found is None else found.rewards
+    numbers = [f"{pick(rewards):.4g}" if rewards else "" for pick in (np.mean, min, max)]
+    counts = ("", "", len(group.failures)) if found is None else (found.longest, found.truncated, found.failed)
+    names = (row["consumed_step"], ", ".join(words), row["id"], source, row["prompt_text"][:80])
+    return *names, *numbers, *counts, row["rejection"] or "yes"
 
 
 def spread(steps: Sequence[int], most: int) -> list[int]:
@@ -219,17 +202,13 @@ def spread(steps: Sequence[int], most: int) -> list[int]:
     return [steps[index] for index in sorted({round(place) for place in np.linspace(0, len(steps) - 1, min(most, len(steps)))})]
 
 
-def spread_order(steps: Sequence[int]) -> Iterator[int]:
-    """Yield every step: the last, the first, the middle ones, and so on, so that a cut leaves an even spread."""
-    waiting, seen = [(0, len(steps) - 1)], set()
-    for end in (len(steps) - 1, 0) if steps else ():
-        if end not in seen:
-            seen.add(end)
-            yield steps[end]
+def spread_order(steps: Sequence[int]) -> list[int]:
+    """Return every step: the last, the first, the middle ones, and so on, so that a cut leaves an even spread."""
+    order = dict.fromkeys([len(steps) - 1, 0] if steps else [])
+    waiting = [(0, len(steps) - 1)] if steps else []
     for low, high in waiting:
-        middle = (low + high) // 2
-        if middle not in seen:
-            seen.add(middle)
-            yield steps[middle]
+        order.setdefault((low + high) // 2)
         if high - low > 1:
+            middle = (low + high) // 2
             waiting += [(middle, high), (low, middle)]
+    return [steps[place] for place in order]

@@ -1,13 +1,15 @@
 """Groups of samples as packed blocks for the page: texts, turns, and the numbers of each token.
 
 A block is JSON, compressed and in base64, so that no text of a model is ever markup; the page shows
-it as text. Legend: R response tokens, K `TOKEN_VALUES`.
+it as text. Legend: R response tokens.
 """
 
 import base64
 import gzip
 import json
-from collections.abc import Callable, Iterator, Sequence
+import math
+import sqlite3
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from numpy.typing import NDArray
 
 from megatron_rl.data.token_values import TOKEN_VALUES
 from megatron_rl.observe.visible_text import visible
-from megatron_rl.report.run_samples import StoredGroup, StoredSample
+from megatron_rl.report.run_samples import StoredGroup, array
 
 QUANTITIES = {
     "difference": ("engine - trainer", "log-prob of the engine minus that of the trainer, nats", 1e-3),
@@ -68,114 +70,109 @@ def load_spelling(directories: Sequence[Path]) -> Spell | None:
 
 def group_block(group: StoredGroup, labels: Sequence[str], spell: Spell | None) -> dict[str, Any]:
     """Return what the page shows of a group."""
+    row = group.row
+    chat = json.loads(row["messages"]) if row["messages"] else None
+    prompt = row["prompt_text"] if chat is None else "\n\n".join(f"{each.get('role')}: {each.get('content') or ''}" for each in chat)
     return {
-        "id": group.id,
-        "step": group.step,
+        "id": visible(row["id"]),
+        "step": row["consumed_step"],
         "labels": list(labels),
-        "prompt": _cut(_chat(group.messages) if group.messages else group.prompt),
-        "label": _cut(group.label or ""),
-        "rejection": group.rejection,
+        "prompt": _cut(prompt),
+        "label": _cut(row["label"]),
+        "rejection": _cut(row["rejection"]),
         "failures": [_cut(words) for words in group.failures],
-        "metadata": "" if group.metadata == "{}" else _cut(group.metadata),
+        "metadata": _cut(row["metadata"]),
         "samples": [_sample(sample, group, spell) for sample in group.samples],
     }
 
 
-def _chat(messages: str) -> str:
-    return "\n\n".join(f"{each.get('role')}: {each.get('content') or ''}" for each in json.loads(messages))
-
-
-def _sample(sample: StoredSample, group: StoredGroup, spell: Spell | None) -> dict[str, Any]:
+def _sample(sample: sqlite3.Row, group: StoredGroup, spell: Spell | None) -> dict[str, Any]:
     parent, shared = _parent(sample, group)
     shown: dict[str, Any] = {
-        "index": sample.index,
-        "trajectory": sample.trajectory,
-        "role": sample.role,
+        "index": sample["sample_index"],
+        "trajectory": sample["trajectory"],
         "parent": parent,
         "shared": shared,
-        "reward": sample.reward,
-        "outcome": sample.outcome,
-        "message": _cut(sample.message),
-        "parts": sample.components if sample.components != "{}" else "",
-        "stop": sample.stop,
-        "length": sample.num_tokens,
-        "prompt": None if sample.own_prompt is None else _cut(sample.own_prompt),
-        "text": _cut(sample.text),
-        "metadata": "" if sample.metadata == "{}" else _cut(sample.metadata),
+        "reward": sample["reward"],
+        "outcome": sample["outcome"],
+        "stop": sample["stop_reason"],
+        "length": sample["num_tokens"],
+        "role": _cut(sample["role"]),
+        "message": _cut(sample["reward_message"]),
+        "parts": _cut(sample["reward_components"]),
+        "prompt": _cut(sample["own_prompt_text"]),
+        "text": _cut(sample["response_text"]),
+        "metadata": _cut(sample["metadata"]),
     }
-    if sample.ids is not None and spell is not None and len(sample.ids):
-        shown |= _tokens(sample, group, spell)
-    return shown
+    return shown | _tokens(sample, spell, step=group.row["consumed_step"]) if spell is not None else shown
 
 
-def _parent(sample: StoredSample, group: StoredGroup) -> tuple[int | None, int]:
+def _parent(sample: sqlite3.Row, group: StoredGroup) -> tuple[int | None, int]:
     """Return the earlier sample of the trajectory with the longest common beginning, and its length in tokens."""
 
-    def whole(one: StoredSample) -> NDArray[np.int32] | None:
-        prompt = group.prompt_ids if one.own_prompt_ids is None else one.own_prompt_ids
-        return None if one.ids is None else np.concatenate([prompt, one.ids])
+    def whole(one: sqlite3.Row) -> NDArray[Any] | None:
+        prompt, ids = array(one, "own_prompt_ids"), array(one, "response_ids")
+        return None if ids is None else np.concatenate([array(group.row, "prompt_ids") if prompt is None else prompt, ids])
 
     mine, best = whole(sample), (0, -1)
     for other in group.samples:
-        theirs = whole(other) if other.index < sample.index and other.trajectory == sample.trajectory is not None else None
+        is_earlier = other["sample_index"] < sample["sample_index"] and other["trajectory"] == sample["trajectory"] is not None
+        theirs = whole(other) if is_earlier else None
         if mine is not None and theirs is not None:
             length = min(len(mine), len(theirs))
             differs = np.flatnonzero(mine[:length] != theirs[:length])
-            best = max(best, (int(differs[0]) if len(differs) else length, other.index))
-    return (best[1], best[0]) if best[1] >= 0 and best[0] else (None, 0)
+            best = max(best, (int(differs[0]) if len(differs) else length, other["sample_index"]))
+    return (best[1], best[0]) if best[0] else (None, 0)
 
 
-def quantities(sample: StoredSample, *, step: int) -> dict[str, NDArray[np.float64]]:
-    """Return the recorded of QUANTITIES [R] of a sample with tokens, NaN where a token has none."""
-    assert sample.ids is not None and sample.engine is not None and sample.versions is not None, "it has tokens"
-    made = sample.versions >= 0
-    engine = np.where(made, sample.engine, np.nan).astype(np.float64)
-    found = {"surprise": -engine, "age": np.where(made, step - 1.0 - sample.versions, np.nan)}
-    if sample.values is not None:
-        known = dict(zip(TOKEN_VALUES, sample.values.astype(np.float64), strict=True))
-        now, old, reference = known["log_probs"], known["old_log_probs"], known["ref_log_probs"]
-        away = np.clip(reference - now, -30.0, 30.0)
-        found |= {"difference": engine - old, "ratio": now - old, "kl": np.exp(away) - 1.0 - away}
-        found |= {"advantage": known["advantages"], "entropy": known["entropy"]}
+def quantities(sample: sqlite3.Row, *, step: int) -> dict[str, NDArray[np.float64]]:
+    """Return the recorded of QUANTITIES [R] of a sample, NaN where a token has none; nothing where the text alone is kept."""
+    engine, versions, values = (array(sample, name) for name in ("rollout_log_probs", "weight_versions", "token_values"))
+    if engine is None or versions is None:
+        return {}
+    engine = np.where(versions >= 0, engine, np.nan).astype(np.float64)
+    # Step s trains on weights of version s - 1.
+    found = {"surprise": -engine, "age": np.where(versions >= 0, step - 1.0 - versions, np.nan)}
+    if values is not None:
+        known = dict(zip(TOKEN_VALUES, values.reshape(len(TOKEN_VALUES), -1).astype(np.float64), strict=True))
+        away = np.clip(known["ref_log_probs"] - known["log_probs"], -30.0, 30.0)
+        found |= {"difference": engine - known["old_log_probs"], "ratio": known["log_probs"] - known["old_log_probs"]}
+        found |= {"kl": np.exp(away) - 1.0 - away, "advantage": known["advantages"], "entropy": known["entropy"]}
     return {name: found[name] for name in QUANTITIES if name in found and np.isfinite(found[name]).any()}
 
 
-def _tokens(sample: StoredSample, group: StoredGroup, spell: Spell) -> dict[str, Any]:
-    """Return the texts and numbers of a sample's tokens, without the middle of a long one, and its turns."""
-    assert sample.ids is not None and sample.mask is not None and sample.versions is not None, "asked for before"
-    places = np.arange(len(sample.ids))
-    head = len(places) if len(places) <= _SHOWN_TOKENS else _SHOWN_TOKENS * 2 // 3
-    kept = np.concatenate([places[:head], places[head:][-(_SHOWN_TOKENS - head) :] if head < len(places) else places[:0]])
-    texts = [visible(text) for part in (kept[:head], kept[head:]) for text in spell(sample.ids[part].tolist())]
-    numbers = {name: _short(values[kept]) for name, values in quantities(sample, step=group.step).items()}
-    clipped = None if sample.values is None else sample.values[TOKEN_VALUES.index("clipped")][kept]
+def _tokens(sample: sqlite3.Row, spell: Spell, *, step: int) -> dict[str, Any]:
+    """Return the texts, numbers and turns of a sample's tokens, without the middle of a long one; nothing without tokens."""
+    ids, mask, versions, values = (array(sample, name) for name in ("response_ids", "loss_mask", "weight_versions", "token_values"))
+    if ids is None or mask is None or versions is None or not len(ids):
+        return {}
+    head = len(ids) if len(ids) <= _SHOWN_TOKENS else _SHOWN_TOKENS * 2 // 3
+    places = np.r_[0:head, max(head, len(ids) - _SHOWN_TOKENS + head) : len(ids)]
+    made = versions[places] >= 0
+    begins = np.flatnonzero(np.diff(made, prepend=~made[:1]))
     return {
-        "tokens": texts,
-        "ids": sample.ids[kept].tolist(),
-        "gap": [head, len(places) - len(kept)],
-        "mask": _short(sample.mask[kept].astype(np.float64)),
-        "clipped": _short(np.nan_to_num(clipped)) if clipped is not None else 0,
-        "turns": list(_turns(sample.versions[kept] >= 0)),
-        "numbers": numbers,
+        "tokens": [visible(text) for part in (places[:head], places[head:]) for text in spell(ids[part].tolist())],
+        "ids": ids[places].tolist(),
+        "gap": [head, len(ids) - len(places)],
+        "mask": _short(mask[places].astype(np.float64)),
+        "clipped": 0 if values is None else _short(np.nan_to_num(values.reshape(len(TOKEN_VALUES), -1)[-1][places])),
+        "turns": [(int(begin), bool(made[begin])) for begin in begins],
+        "numbers": {name: _short(numbers[places]) for name, numbers in quantities(sample, step=step).items()},
     }
-
-
-def _turns(made: NDArray[np.bool_]) -> Iterator[tuple[int, bool]]:
-    """Yield the first token of each run of tokens of the policy, True, or of environment and template."""
-    for begin in np.flatnonzero(np.diff(made, prepend=~made[:1])):
-        yield int(begin), bool(made[begin])
 
 
 def _short(values: NDArray[Any]) -> Any:
     """Return numbers with three digits, null for none, and one number where all are the same."""
-    rounded = [float(f"{value:.3g}") if np.isfinite(value) else None for value in values.tolist()]
+    if (values == values[0]).all():
+        values = values[:1]
+    rounded = [float(f"{value:.3g}") if math.isfinite(value) else None for value in values.tolist()]
     whole = [int(value) if value is not None and value == int(value) else value for value in rounded]
     return whole[0] if len(set(whole)) == 1 else whole
 
 
-def _cut(text: str) -> str:
-    """Return a text to show, without the middle of a long one."""
-    shown = visible(text)
+def _cut(text: str | None) -> str:
+    """Return a text to show, without the middle of a long one; nothing of an absent or empty one."""
+    shown = visible("" if text in (None, "{}") else str(text))
     if len(shown) <= _SHOWN_LETTERS:
         return shown
     head, tail = _SHOWN_LETTERS * 2 // 3, _SHOWN_LETTERS // 3

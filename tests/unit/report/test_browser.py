@@ -1,0 +1,106 @@
+"""The page in a real browser, from file://: it shows what it has to, by keyboard too, and asks nobody for anything."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from headless_browser import CHROMIUM, Browser, browser
+from written_run import NASTY, branched, group, write_run
+
+from megatron_rl.report.page import report_run
+from megatron_rl.types import Failure
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine (apt-get install chromium)")
+READY = "document.querySelector('#where')?.textContent.startsWith('step') && document.readyState === 'complete'"
+
+
+def looked_at(page: Path, directory: Path, look: Callable[[Browser], Awaitable[Any]]) -> Any:
+    """What `look` returns of the open page, which has complained about nothing and asked for nothing but itself."""
+
+    async def see() -> Any:
+        async with browser(directory / "profile") as seen:
+            await seen.open(page.as_uri(), ready=READY)
+            found = await look(seen)
+            assert seen.complaints == []
+            asked = [url for url in seen.requests if url != page.as_uri() and not url.startswith(("data:", "blob:"))]
+            assert asked == [], "the page is self-contained"
+            return found
+
+    return asyncio.run(see())
+
+
+async def groups(seen: Browser) -> AsyncIterator[str]:
+    """Show group after group by keyboard, and yield the line above each."""
+    name = str(await seen.run("document.querySelector('#where').textContent"))
+    yield name
+    for _ in range(int(name.partition(" of ")[2].partition(")")[0]) - 1):
+        await seen.press("n")
+        await seen.until(f"document.querySelector('#where').textContent !== {json.dumps(name)}")
+        name = str(await seen.run("document.querySelector('#where').textContent"))
+        yield name
+
+
+def run_of(directory: Path) -> Path:
+    """Two steps: many groups; one with texts that would be markup, one with branches, one that failed."""
+    words = [f"word {number}\nand more" for number in range(4)]
+    first = [group(f"g{number}", words, [0.25 * number, 0.0, 1.0, None]) for number in range(12)]
+    # Beside the best and the worst of the step, the truncated and the failed groups are shown.
+    nasty = group(NASTY.replace("\x00", ""), [f"{NASTY} answer"] * 2, [2.0, 2.0], text=f"{NASTY} prompt", metadata={"k": NASTY})
+    failed = group("failed", ["x"], [None], failures=[Failure("error", f"broke {NASTY}")] * 3)
+    return write_run(directory, [first, [nasty, branched("branch"), failed, *(group(f"h{n}", words, [0.5] * 4) for n in range(3))]])
+
+
+def test_a_page_works_from_a_file_and_by_keyboard(tmp_path: Path) -> None:
+    pytest.importorskip("altair", reason="the extra report is not installed")
+    pytest.importorskip("itables", reason="the extra report is not installed")
+    pytest.importorskip("vl_convert", reason="the extra report is not installed")
+    page = report_run(run_of(tmp_path / "run"))
+
+    async def look(seen: Browser) -> None:
+        await seen.until("document.querySelectorAll('.chart svg').length >= 2")
+        await seen.until("document.querySelectorAll('table.dataTable').length >= 2")
+        names = [name async for name in groups(seen)]
+        assert len(set(names)) == len(names) >= 6
+        await seen.press("n")
+        await seen.press("p")
+        await seen.until(f"document.querySelector('#where').textContent === {json.dumps(names[-2])}")
+        assert await seen.run("document.querySelector('#which').textContent.startsWith('Sample 0')")
+        await seen.press("j")
+        assert await seen.run("document.querySelector('#which').textContent.startsWith('Sample 1')")
+        assert await seen.run("document.querySelectorAll('.card.shown').length") == 1
+        await seen.press("k")
+        colours = []
+        for key in "124":
+            await seen.press(key)
+            colours.append(await seen.run("[...document.querySelectorAll('.t')].map((one) => getComputedStyle(one).backgroundColor)"))
+        assert len({str(colour) for colour in colours}) == 3, "each quantity has its colours"
+        assert len(set(colours[2])) > 2 and len(set(colours[1])) == 2, "entropies differ; the advantage is that of trained tokens"
+        assert "entropy 0.5" in await seen.run("document.querySelector('.t').title")
+        assert await seen.run("document.querySelector('#positions canvas') !== null")
+        await seen.run("document.querySelectorAll('#groups tbody tr')[1].click()")
+        await seen.until(f"document.querySelector('#where').textContent === {json.dumps(names[1])}")
+        assert await seen.run("getComputedStyle(document.querySelector('.t.masked')).opacity") == "0.5"
+        # A page at twice the size still has no line beyond its window, but for tables and cards in boxes of their own.
+        await seen.call("Emulation.setDeviceMetricsOverride", width=700, height=500, deviceScaleFactor=2, mobile=False)
+        assert await seen.run("document.documentElement.scrollWidth <= 720")
+
+    looked_at(page, tmp_path, look)
+
+
+def test_text_stays_text(tmp_path: Path) -> None:
+    page = report_run(run_of(tmp_path / "run"))
+    assert all(part not in page.read_text() for part in ("<script>alert", "<img src=x", "\x1b[31m", "\u202etxt"))
+
+    async def look(seen: Browser) -> None:
+        shown = ""
+        async for _ in groups(seen):
+            shown += str(await seen.run("document.querySelector('#viewer').textContent"))
+        visible = r"</script><script>alert(1)</script><img src=x onerror=alert(2)>&lt;b&gt; \x1b[31m \u202etxt.exe\u202c \x00 \u2028 <!--"
+        for part in (f"{visible} prompt", f"{visible} answer", f"broke {visible}"):
+            assert part in shown, part
+        assert await seen.run("document.querySelectorAll('main img[src=x], main script').length") == 0
+
+    looked_at(page, tmp_path, look)
