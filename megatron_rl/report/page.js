@@ -21,7 +21,7 @@ if (window.vegaEmbed) {
     for (const { isIntersecting, target } of seen) {
       if (!isIntersecting) continue;
       sight.unobserve(target);
-      vegaEmbed(target, specs[target.dataset.spec], { actions: false, renderer: "svg" });
+      vegaEmbed(target, (specs.curves[target.dataset.spec] || specs.distributions[target.dataset.spec]), { actions: false, renderer: "svg" });
     }
   }, { rootMargin: "400px" });
   document.querySelectorAll(".chart").forEach((figure) => sight.observe(figure));
@@ -160,7 +160,7 @@ function quantityChanged() {
     "dim tokens were not trained on.";
   if (!window.vegaEmbed) return;
   const data = one.tokens.map((text, index) => ({ place: index + (index >= one.gap[0] ? one.gap[1] : 0), value: at(values, index), text }));
-  const spec = { ...specs.positions, datasets: { positions: data.filter(({ value }) => value !== null) } };
+  const spec = { ...specs.others.positions, datasets: { positions: data.filter(({ value }) => value !== null) } };
   vegaEmbed(figure, spec, { actions: false, renderer: "canvas" });
 }
 

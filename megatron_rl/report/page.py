@@ -5,7 +5,6 @@ user is escaped by the template or inside a block.
 """
 
 import base64
-import json
 import os
 from collections.abc import Collection, Iterator, Sequence
 from importlib.resources import files
@@ -15,7 +14,6 @@ from typing import Any
 
 import jinja2
 import numpy as np
-from markupsafe import Markup
 from numpy.typing import NDArray
 
 from megatron_rl.config.load import load_settings
@@ -24,7 +22,7 @@ from megatron_rl.observe.groups_of_interest import Answer, GroupFacts, facts, la
 from megatron_rl.observe.sinks import METRICS_FILE, read_metrics
 from megatron_rl.observe.summary import REPORT_FILE, read_summary
 from megatron_rl.observe.visible_text import visible
-from megatron_rl.report import overview
+from megatron_rl.report import run_facts
 from megatron_rl.report.curves import Steps, draw_curves, drawable
 from megatron_rl.report.run_samples import RunSamples, StoredGroup, open_samples
 from megatron_rl.report.sample_blocks import QUANTITIES, Spell, group_block, load_spelling, pack, quantities
@@ -33,6 +31,7 @@ from megatron_rl.system.files import write_atomic
 CURVES_FILE = "curves.png"
 # Those of checkpoints.run_checkpoints and evaluation.evaluator, whose imports take seconds.
 SETTINGS_FILE, EVALUATION_DIRECTORY = "settings.yaml", "evaluation"
+_NO_CHARTS: dict[str, dict[str, Any]] = {"curves": {}, "distributions": {}}
 _EXTRA = ("altair", "vl_convert", "itables")
 
 _MOST_STEPS = 40  # whose samples are looked at
@@ -66,54 +65,45 @@ def report_run(directory: Path, *, between: tuple[int, int] | None = None, out: 
 
 
 def _page(directory: Path, steps: Steps, picture: bytes, *, title: str, marked: Sequence[str]) -> str:
-    charts, left_out = _charts(), []
-    settings = None
+    charts, settings, left_out = _charts(), None, list[str]()
     try:
         settings = load_settings(directory / SETTINGS_FILE, on_gpus=False)
     except UserError as error:
         left_out.append(f"settings: {str(error).splitlines()[0]}")
     if charts is None:
         left_out.append("charts that answer the mouse and tables that sort: pip install 'megatron-rl[report]'")
-    spell = load_spelling([directory / "huggingface", *([] if settings is None else [settings.model.path])])
-    if spell is None:
-        left_out.append("tokens of samples: no tokenizer.json in the model's directory")
     samples = _Samples()
     try:
         with open_samples(directory) as run:
+            spell = load_spelling([directory / "huggingface", *([] if settings is None else [settings.model.path])])
             left_out += samples.read(run, steps, spell, marked=marked)
     except UserError as error:
         if marked:
             raise
         left_out.append(f"samples: {error}")
-    evaluated = [row for row in overview.evaluations(directory / EVALUATION_DIRECTORY) if row[0] in steps]
-    specs: dict[str, dict[str, Any]] = {"curves": {}, "distributions": {}}
-    if charts is not None:
-        specs = charts.all_charts(steps, evaluated, samples.answers, samples.numbers)
+    evaluated = [row for row in run_facts.evaluations(directory / EVALUATION_DIRECTORY) if row[0] in steps]
+    specs = charts.all_charts(steps, evaluated, samples.answers, samples.numbers) if charts is not None else _NO_CHARTS
     summary, own = read_summary(directory), files("megatron_rl.report")
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    scripts = None if charts is None else charts.scripts()
-    raw = {name: Markup((own / f"page.{kind}").read_text("utf-8")) for name, kind in (("style", "css"), ("script", "js"))}
-    page = environment.from_string((own / "page.html").read_text("utf-8")).render(
+    return environment.from_string((own / "page.html").read_text("utf-8")).render(
         title=visible(title),
-        **raw,
-        scripts=scripts and {name: Markup(text) for name, text in scripts._asdict().items()},
-        facts=_visible(overview.run_facts(directory, summary, settings, steps)),
+        style=(own / "page.css").read_text("utf-8"),
+        script=(own / "page.js").read_text("utf-8"),
+        scripts=None if charts is None else charts.scripts(),
+        facts=_visible(run_facts.run_facts(directory, summary, settings, steps)),
         go_on=visible(summary.go_on) if summary is not None else "",
         left_out=[visible(reason) for reason in left_out],
         evaluations=_visible(evaluated),
-        charts={name: list(found) for name, found in specs.items()},
+        charts=specs,
         picture=base64.b64encode(picture).decode(),
         quantities=QUANTITIES,
         groups=_visible(samples.rows),
         blocks=samples.blocks,
-        blocks_json=_inside_script(samples.blocks),
-        specs=_inside_script({name: spec for found in specs.values() for name, spec in found.items()}),
         solved=_visible(samples.solved),
-        numbers=_visible(overview.metric_rows(steps)),
-        changed=_visible(overview.changed_settings(settings)) if settings is not None else [],
-        versions=overview.versions(),
+        numbers=_visible(run_facts.metric_rows(steps)),
+        changed=_visible(run_facts.changed_settings(settings)) if settings is not None else [],
+        versions=run_facts.versions(),
     )
-    return page
 
 
 def _charts() -> ModuleType | None:
@@ -131,12 +121,6 @@ def _visible(rows: Any) -> list[tuple[str, ...]]:
     return [tuple(visible(str(cell)) for cell in row) for row in rows]
 
 
-def _inside_script(value: Any) -> Any:
-    """Return JSON that no HTML parser takes for markup."""
-    text = json.dumps(value, ensure_ascii=True, separators=(",", ":"))
-    return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
-
-
 class _Samples:
     """The samples in a page: `blocks` and `rows` of groups, `answers` of the steps, and `numbers` of tokens by quantity and step."""
 
@@ -149,13 +133,15 @@ class _Samples:
 
     def read(self, run: RunSamples, steps: Collection[int], spell: Spell | None, *, marked: Sequence[str]) -> Iterator[str]:
         """Read the groups of interest of some of `steps`; yield what is left out, and why."""
+        if spell is None:
+            yield "tokens of samples: no tokenizer.json in the model's directory"
         present = [step for step in run.steps() if step in steps]
         chosen = spread(present, _MOST_STEPS)
         if len(chosen) < len(present):
             yield f"samples of {len(present) - len(chosen)} of {len(present)} steps; --steps A-B shows others"
         extra = {run.group(name).row["consumed_step"] for name in marked}
         self.answers, sources = run.answers({*chosen, *extra}), run.sources()
-        self.solved = overview.solved_by_source(self.answers, sources)
+        self.solved = run_facts.solved_by_source(self.answers, sources)
         known = {one.id: one for one in facts(self.answers, run.num_failures())}
         by_step: dict[int, dict[str, GroupFacts]] = {}
         for answer in self.answers:

@@ -33,7 +33,7 @@ class StoredGroup(NamedTuple):
 
 
 def array(row: sqlite3.Row, name: str) -> NDArray[Any] | None:
-    """Return the array in a column of a sample or group, None where it is not kept."""
+    """Return the array [n] in a column of a sample or group, None where it is not kept."""
     return None if row[name] is None else np.frombuffer(row[name], _TYPES.get(name, "<i4"))
 
 
