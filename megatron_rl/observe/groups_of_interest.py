@@ -3,16 +3,16 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from megatron_rl.types import Group
+from megatron_rl.types import Group, Sample
 
 
 class Answer(NamedTuple):
-    """One sample in numbers; `trajectory` None: one by itself."""
+    """One sample, by its index in the group, in numbers; `trajectory` None: one by itself."""
 
     step: int
     group: str
     trajectory: int | None
-    index: int
+    sample: int
     reward: float | None
     stop: str
     num_tokens: int
@@ -42,7 +42,7 @@ def ends(answers: Iterable[Answer]) -> list[Answer]:
     found: dict[Any, Answer] = {}
     for answer in answers:
         alone = answer.trajectory is None
-        found[answer.group, alone, answer.index if alone else answer.trajectory] = answer
+        found[answer.group, alone, answer.sample if alone else answer.trajectory] = answer
     return list(found.values())
 
 
@@ -77,9 +77,13 @@ def labels(groups: Sequence[GroupFacts]) -> dict[str, list[str]]:
 def to_keep(groups: Sequence[Group], limit: int) -> list[str]:
     """Return the ids of up to `limit` groups: those of interest, then the first others."""
     answers = [
-        Answer(0, group.id, one.trajectory, one.index, one.reward and one.reward.value, one.stop_reason.value, len(one.response_ids))
+        Answer(0, group.id, one.trajectory, one.index, _value(one), one.stop_reason.value, len(one.response_ids))
         for group in groups
         for one in sorted(group.samples, key=lambda sample: sample.index)
     ]
     found = labels(facts(answers, {group.id: len(group.failures) for group in groups}))
     return list(dict.fromkeys([*found, *(group.id for group in groups)]))[:limit]
+
+
+def _value(sample: Sample) -> float | None:
+    return None if sample.reward is None else sample.reward.value

@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -59,20 +61,16 @@ class Scripts(NamedTuple):
 
 def scripts() -> Scripts:
     """Return the bundled scripts. Vega's is made once for each release and user: bundling takes seconds."""
-    release = "-".join((vl_convert.__version__, vl_convert.get_vega_version(), vl_convert.get_vega_embed_version()))
-    kept = Path(f"~/.cache/megatron_rl/vega-{release}.js").expanduser()
+    kept = Path(f"~/.cache/megatron_rl/vega-{version('vl-convert-python')}.js").expanduser()
+    vega = kept.read_text("utf-8") if kept.is_file() else vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
     if not kept.is_file():
-        try:
-            write_atomic(kept, vl_convert.javascript_bundle())
-        except UserError:  # a home that cannot be written makes reports slower, no more
-            return _with_tables(vl_convert.javascript_bundle())
-    return _with_tables(kept.read_text("utf-8"))
-
-
-def _with_tables(vega: str) -> Scripts:
-    script, style = ((_TABLES / f"dt_bundle.{kind}").read_text("utf-8") for kind in ("js", "css"))
+        # Where nothing can be kept, the next report takes some seconds more.
+        with suppress(UserError, OSError):
+            write_atomic(kept, vega)
+    datatables, style = ((_TABLES / f"dt_bundle.{kind}").read_text("utf-8") for kind in ("js", "css"))
     # Inside a script only these two would be markup; both stand in strings and comments there.
-    return Scripts(*(text.replace("<!--", "<\\!--").replace("</script", "<\\/script") for text in (vega, script)), style)
+    vega, datatables = (text.replace("<!--", "<\\!--").replace("</script", "<\\/script") for text in (vega, datatables))
+    return Scripts(vega, datatables, style)
 
 
 def all_charts(

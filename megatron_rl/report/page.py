@@ -152,7 +152,7 @@ class _Samples:
             if step == chosen[-1] and step in by_step:
                 found.setdefault(list(by_step[step])[-1], []).append("newest")
             wanted |= {name: [*wanted.get(name, []), *words] for name, words in found.items()}
-        used, shown = 0, []
+        used, shown = 0, list[tuple[int, str, tuple[Any, ...]]]()
         for name, words in wanted.items():
             group = run.group(name)
             block = pack(group_block(group, words, spell))

@@ -34,7 +34,7 @@ def printed_samples(directory: Path, *, step: int | None, worst: int, best: int,
             for number, answer in enumerate(answers, start=1):
                 found = run.group(answer.group)
                 yield f"-- {name} {number} of {len(answers)}"
-                yield from _lines(found, next(sample for sample in found.samples if sample["sample_index"] == answer.index))
+                yield from _lines(found, next(sample for sample in found.samples if sample["sample_index"] == answer.sample))
 
 
 def _lines(group: StoredGroup, sample: sqlite3.Row) -> Iterator[str]:

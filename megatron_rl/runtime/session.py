@@ -93,8 +93,8 @@ def _begin(settings: Settings, start: RunStart, *, resume: bool, console: RunCon
     found = newest_checkpoint(directory) if resume else None
     step, row = (found[1].step, found[1].metrics) if found is not None else (0, {})
     sinks = Sinks(directory, settings.observe, first_step=step, row=row, config=settings.model_dump(mode="json"))
-    parts = {"console": console, "sinks": start.life.enter_context(sinks), "memory": memory, "timer": timer}
-    records = RunRecords(settings.run, **parts, report_interval=settings.observe.report_interval)
+    sinks, interval = start.life.enter_context(sinks), settings.observe.report_interval
+    records = RunRecords(settings.run, console=console, sinks=sinks, memory=memory, timer=timer, report_interval=interval)
     run = make_run(records=records)
     start.life.callback(run.give_up)
     return run

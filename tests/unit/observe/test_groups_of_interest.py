@@ -24,7 +24,7 @@ def test_trajectories_count_once_by_their_last_sample() -> None:
         Answer(1, "b", 0, 0, 0.25, "stop", 1),
         Answer(1, "b", None, 1, 0.75, "length", 2),
     ]
-    assert [(end.group, end.index) for end in ends(answers)] == [("a", 1), ("a", 2), ("b", 0), ("b", 1)]
+    assert [(end.group, end.sample) for end in ends(answers)] == [("a", 1), ("a", 2), ("b", 0), ("b", 1)]
     assert facts(answers, {"a": 2}) == [GroupFacts("a", (1.0,), 50, 1, 3), GroupFacts("b", (0.25, 0.75), 2, 1, 0)]
     assert GroupFacts("b", (0.25, 0.75), 2, 1, 0).mean == 0.5
 
