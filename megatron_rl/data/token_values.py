@@ -40,3 +40,6 @@ class TokenValues:
         table = np.full((len(TOKEN_VALUES), length), np.nan, np.float32)
         table[:, self.offsets[mine] - begin] = self.values[:, mine]
         return table
+
+
+NOTHING_RECORDED = TokenValues(np.empty(0, np.int64), np.empty(0, np.int64), np.empty((len(TOKEN_VALUES), 0), np.float32))

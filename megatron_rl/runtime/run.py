@@ -28,7 +28,6 @@ from megatron_rl.checkpoints.run_checkpoints import (
 )
 from megatron_rl.config.derived import sync_deadline_s
 from megatron_rl.config.settings import Settings
-from megatron_rl.data.token_values import TokenValues
 from megatron_rl.errors import CheckpointError, DeadlineError, MegatronRLError, ParityError, UserError, counted
 from megatron_rl.observe.console import PhaseProgress
 from megatron_rl.observe.metrics import Mean, Metric, metric_values
@@ -113,8 +112,8 @@ class Run(ABC):
         self._records.add(metrics)
         return batch
 
-    def train(self, batch: TrainBatch, *, step: int, expected: Expected | None = None, rows: Collection[int] = ()) -> TokenValues:
-        """Optimizer steps on one batch; return values of the tokens of its sequences `rows`.
+    def train(self, batch: TrainBatch, *, step: int, expected: Expected | None = None, rows: Collection[int] = ()) -> None:
+        """Optimizer steps on one batch, recording tokens of its sequences `rows`.
 
         Raises ParityError for rollout log-probs other than `expected`, before such a step.
         """
@@ -122,10 +121,8 @@ class Run(ABC):
         self._take_devices(Phase.TRAINING)
         with finishing_first():
             with self._records.phase("train"):
-                metrics, values = self._ranks.train(batch, step=step, expected=expected, rows=rows)
-            self._records.add(*metrics)
+                self._records.add(*self._ranks.train(batch, step=step, expected=expected, rows=rows))
             self.trained_steps = step + 1
-        return values
 
     def saves_after(self, step: int) -> bool:
         """Return True where a checkpoint or an export is due."""
@@ -355,24 +352,23 @@ class RolloutRun(Run):
         self._take_devices(Phase.SYNC)
         return probe
 
-    def train(self, batch: TrainBatch, *, step: int, expected: Expected | None = None, rows: Collection[int] = ()) -> TokenValues:
+    def train(self, batch: TrainBatch, *, step: int, expected: Expected | None = None, rows: Collection[int] = ()) -> None:
         """Train on one batch; keep tokens' values, measure the share of time with busy engines. Raises ParityError with its cause."""
         self._take_devices(Phase.TRAINING)
         self._version = None
         start_s, busy_before_s = time.perf_counter(), self._manager.busy_s
         try:
             limits = expected or Expected(step, self._agreement.limits)
-            values = super().train(batch, step=step, expected=limits, rows=rows or list(self._manager.looked_at))
+            super().train(batch, step=step, expected=limits, rows=rows or list(self._manager.looked_at))
         except ParityError as error:
             self._wait(self._manager.distrust(step=step), name="marking the samples")
             raise self._explained(error, version=step, batch=batch) from error
         overlap_s, train_s = self._manager.busy_s - busy_before_s, time.perf_counter() - start_s
         self._records.add({"rollout/overlap_fraction": Mean(min(overlap_s, train_s), train_s)})
-        self._wait(self._manager.keep(values), name="keeping the values of tokens")
+        self._wait(self._manager.keep(self._ranks.recorded), name="keeping the values of tokens")
         prints, example = self._settings.observe.print_samples, self._manager.example
         if prints and not (step + 1) % prints and example is not None:
             self._records.say(*lines_of(example, step=step + 1))
-        return values
 
     def save(self, *, step: int, at_the_end: bool = False) -> None:
         """Save as `Run.save`, with the results of all evaluations begun, which are in no later run."""

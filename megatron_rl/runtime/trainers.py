@@ -18,7 +18,7 @@ from megatron_rl.algorithms.rounding_limits import Expected
 from megatron_rl.checkpoints import training_state
 from megatron_rl.config.derived import start_deadline_s, step_deadline_s
 from megatron_rl.config.settings import Settings
-from megatron_rl.data.token_values import TokenValues
+from megatron_rl.data.token_values import NOTHING_RECORDED, TokenValues
 from megatron_rl.engines.engine import free_port
 from megatron_rl.errors import UserError
 from megatron_rl.observe.metrics import Metric, merge_metrics
@@ -119,6 +119,7 @@ class TrainerGroup:
         self._watchdog = watchdog
         # Of every rank, once all have started.
         self._dp_ranks: list[int] = []
+        self.recorded = NOTHING_RECORDED
         self._checked: Path | None = None
         self._holds: list[Future[None]] = []  # of every rank, done when it is dead
         self._nodes = [
@@ -198,8 +199,8 @@ class TrainerGroup:
 
     def train(
         self, batch: TrainBatch, *, step: int, expected: Expected | None = None, rows: Collection[int] = ()
-    ) -> tuple[list[dict[str, Metric]], TokenValues]:
-        """Train on one rollout batch; return each optimizer step's merged metrics, and the values of the sequences `rows`.
+    ) -> list[dict[str, Metric]]:
+        """Train on one rollout batch; return each optimizer step's merged metrics, `recorded` are values of the sequences `rows`.
 
         Raises ParityError as `Trainer.train_shard`.
         """
@@ -209,7 +210,8 @@ class TrainerGroup:
         ranks = zip(self.workers, self._dp_ranks, strict=True)
         refs = [worker.train.remote(stored[dp_rank], rows=rows, expected=expected) for worker, dp_rank in ranks]
         metrics, values = zip(*self._wait(refs, name=f"training of step {step + 1}"), strict=True)
-        return [merge_metrics(shares) for shares in zip(*metrics, strict=True)], TokenValues.joined(values)
+        self.recorded = TokenValues.joined(values)
+        return [merge_metrics(shares) for shares in zip(*metrics, strict=True)]
 
     def apply(self, function: Callable[..., Any], /, **arguments: Any) -> list[Any]:
         """Call `function(trainer, **arguments)` in the process of each rank; return the answers in order."""

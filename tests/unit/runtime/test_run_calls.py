@@ -206,7 +206,7 @@ def test_a_report_can_be_made_at_any_time(make_run: MakeRun, tmp_path: Path) -> 
 def test_a_run_measures_engine_time_and_its_overlap(
     make_run: MakeRun, calls: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def train(self: Ranks, batch: str, *, step: int, expected: Expected | None) -> list[dict[str, Metric]]:
+    def train(self: Ranks, batch: str, *, step: int, expected: Expected | None, rows: Any = ()) -> list[dict[str, Metric]]:
         Manager.busy_s += 3600.0 if step == 0 else 0.0
         return []
 
@@ -241,7 +241,7 @@ def test_samples_that_disagree_end_the_run_with_the_likeliest_cause(
         wrong_T = off_by * (-1) ** np.repeat(np.arange(batch.num_sequences), batch.lengths)
         return (wrong_T * (1.0 if right_at is None else temperature - right_at)).astype(np.float32)
 
-    def train(self: Ranks, batch: TrainBatch, *, step: int, expected: Expected | None) -> list[dict[str, Metric]]:
+    def train(self: Ranks, batch: TrainBatch, *, step: int, expected: Expected | None, rows: Any = ()) -> list[dict[str, Metric]]:
         assert expected is not None and expected.version == step and expected.limits.outlier == pytest.approx(1e-3 / 0.8)
         raise ParityError("step 5: engine and trainer disagree about the samples")
 

@@ -174,7 +174,7 @@ def test_an_exit_of_a_plug_in_on_a_rank_is_a_sentence() -> None:
 
 def test_a_rank_trains_on_its_data_parallel_sequences(group: TrainerGroup) -> None:
     batch = make_batch([4, 7, 2, 9, 3, 5, 6])
-    steps, values = group.train(batch, step=3, expected=EXPECTED, rows=[2])
+    steps, values = group.train(batch, step=3, expected=EXPECTED, rows=[2]), group.recorded
     assert values.rows.tolist() == [2] * 4 and values.offsets.tolist() == values.values[0].tolist() == [9.0, 10.0, 4.0, 5.0]
     # The budget of a micro-batch is that of each context-parallel rank.
     expected = make_shards(batch, dp=2, optimizer_steps=2, max_tokens_per_micro_batch=6, seed=8, cp=2)
