@@ -47,15 +47,15 @@ def ends(answers: Iterable[Answer]) -> list[Answer]:
 
 
 def facts(answers: Iterable[Answer], num_failures: Mapping[str, int]) -> list[GroupFacts]:
-    """Return the groups of `answers`, sorted by index within a group, in numbers; `num_failures` by group have no answer."""
-    groups: dict[str, list[Answer]] = {}
+    """Return groups in numbers, from their `answers` by rising index and their trajectories without one, `num_failures`."""
+    groups: dict[str, list[Answer]] = {name: [] for name, count in num_failures.items() if count}
     for answer in answers:
         groups.setdefault(answer.group, []).append(answer)
     made = []
     for name, samples in groups.items():
         last = ends(samples)
         rewards = tuple(end.reward for end in last if end.reward is not None)
-        longest, truncated = max(answer.num_tokens for answer in samples), sum(end.stop == "length" for end in last)
+        longest, truncated = max((answer.num_tokens for answer in samples), default=0), sum(end.stop == "length" for end in last)
         made.append(GroupFacts(name, rewards, longest, truncated, num_failures.get(name, 0) + len(last) - len(rewards)))
     return made
 

@@ -116,7 +116,7 @@ def position_chart() -> Any:
     """Return the chart of one quantity by the tokens' places, of the data `positions` that the page fills in."""
     base = alt.Chart(alt.NamedData("positions")).encode(
         x=alt.X("place:Q", title="token", axis=alt.Axis(tickMinStep=1, format="d")),
-        y=alt.Y("value:Q", title=None, axis=alt.Axis(format="~g")),
+        y=alt.Y("value:Q", title=None, axis=alt.Axis(format=".4~g")),
     )
     points = base.mark_circle(size=18, color=_COLORS[0]).encode(tooltip=["place:Q", "text:N", alt.Tooltip("value:Q", format=".4g")])
     return _spec((base.mark_line(color=_COLORS[0], opacity=0.4) + points).properties(width=1000, height=140).interactive(bind_y=False))
@@ -145,7 +145,7 @@ def _curve(panel: Panel, steps: Steps) -> Any:
         .mark_line(point=len(rows) < 100, strokeWidth=1.6)
         .encode(
             x=alt.X("s:Q", title="step", axis=alt.Axis(tickMinStep=1)),
-            y=alt.Y("v:Q", title=None, scale=alt.Scale(zero=panel.zero), axis=alt.Axis(format="~g")),
+            y=alt.Y("v:Q", title=None, scale=alt.Scale(zero=panel.zero), axis=alt.Axis(format=".4~g")),
             color=alt.Color("c:N", title=None, scale=alt.Scale(domain=labels, range=_COLORS), legend=_legend(labels)),
             tooltip=[alt.Tooltip("s:Q", title="step"), alt.Tooltip("c:N", title="curve"), alt.Tooltip("v:Q", title="value", format=".5g")],
         )
@@ -209,7 +209,7 @@ def _heat(title: str, of: ByStep) -> Any:
         .mark_rect()
         .encode(
             x=alt.X("s:O", title="step", sort=order, axis=alt.Axis(labelOverlap=True)),
-            y=alt.Y("a:Q", title=None, scale=alt.Scale(zero=False), axis=alt.Axis(format="~g")),
+            y=alt.Y("a:Q", title=None, scale=alt.Scale(zero=False), axis=alt.Axis(format=".4~g")),
             y2="b:Q",
             color=alt.Color("v:Q", title="share", scale=alt.Scale(scheme="viridis", domain=[0, 1])),
             tooltip=["s:O", alt.Tooltip("a:Q", title="from"), alt.Tooltip("b:Q", title="to"), alt.Tooltip("v:Q", title="share")],

@@ -27,7 +27,9 @@ from megatron_rl.report.curves import Steps, draw_curves, drawable
 from megatron_rl.report.run_samples import RunSamples, StoredGroup, open_samples
 from megatron_rl.report.sample_blocks import QUANTITIES, Spell, group_block, load_spelling, pack, quantities
 from megatron_rl.system.files import write_atomic
+from megatron_rl.system.versions import installed_version
 
+_PACKAGES = ("megatron-rl", "megatron-core", "sglang", "torch", "transformers", "ray", "transformer-engine")
 CURVES_FILE = "curves.png"
 # Those of checkpoints.run_checkpoints and evaluation.evaluator, whose imports take seconds.
 SETTINGS_FILE, EVALUATION_DIRECTORY = "settings.yaml", "evaluation"
@@ -102,7 +104,7 @@ def _page(directory: Path, steps: Steps, picture: bytes, *, title: str, marked: 
         solved=_visible(samples.solved),
         numbers=_visible(run_facts.metric_rows(steps)),
         changed=_visible(run_facts.changed_settings(settings)) if settings is not None else [],
-        versions=run_facts.versions(),
+        versions=[(name, installed_version(name) or "not installed") for name in _PACKAGES],
     )
 
 
@@ -142,16 +144,14 @@ class _Samples:
         extra = {run.group(name).row["consumed_step"] for name in marked}
         self.answers, sources = run.answers({*chosen, *extra}), run.sources()
         self.solved = run_facts.solved_by_source(self.answers, sources)
-        known = {one.id: one for one in facts(self.answers, run.num_failures())}
-        by_step: dict[int, dict[str, GroupFacts]] = {}
-        for answer in self.answers:
-            by_step.setdefault(answer.step, {})[answer.group] = known[answer.group]
+        known = {step: facts([one for one in self.answers if one.step == step], run.num_failures(step)) for step in {*chosen, *extra}}
         wanted = {name: ["marked"] for name in marked}
         for step in spread_order(chosen):
-            found = labels(list(by_step.get(step, {}).values()))
-            if step == chosen[-1] and step in by_step:
-                found.setdefault(list(by_step[step])[-1], []).append("newest")
+            found = labels(known[step])
+            if step == chosen[-1]:
+                found.setdefault(known[step][-1].id, []).append("newest")
             wanted |= {name: [*wanted.get(name, []), *words] for name, words in found.items()}
+        by_name = {one.id: one for groups in known.values() for one in groups}
         used, shown = 0, list[tuple[int, str, tuple[Any, ...]]]()
         for name, words in wanted.items():
             group = run.group(name)
@@ -161,7 +161,7 @@ class _Samples:
                 how = "--steps A-B and --group ID choose others"
                 yield f"{len(wanted) - len(shown)} of {len(wanted)} groups: the page has {sized(_BLOCK_BYTES)} for samples; {how}"
                 break
-            shown.append((group.row["consumed_step"], block, _group_row(group, words, known.get(name), sources.get(name, ""))))
+            shown.append((group.row["consumed_step"], block, _group_row(group, words, by_name[name], sources.get(name, ""))))
             self._count(group)
         shown.sort(key=lambda one: -one[0])
         self.blocks, self.rows = [block for _, block, _ in shown], [row for *_, row in shown]
@@ -174,13 +174,12 @@ class _Samples:
                     self.numbers.setdefault(QUANTITIES[name][0], {}).setdefault(step, []).append(values[np.isfinite(values)])
 
 
-def _group_row(group: StoredGroup, words: Sequence[str], found: GroupFacts | None, source: str) -> tuple[Any, ...]:
-    """Return the cells of a group in the table of samples; `found` None: no trajectory was made."""
-    row, rewards = group.row, () if found is None else found.rewards
+def _group_row(group: StoredGroup, words: Sequence[str], found: GroupFacts, source: str) -> tuple[Any, ...]:
+    """Return the cells of a group in the table of samples."""
+    row, rewards = group.row, found.rewards
     numbers = [f"{pick(rewards):.4g}" if rewards else "" for pick in (np.mean, min, max)]
-    counts = ("", "", len(group.failures)) if found is None else (found.longest, found.truncated, found.failed)
     names = (row["consumed_step"], ", ".join(words), row["id"], source, row["prompt_text"][:80])
-    return *names, *numbers, *counts, row["rejection"] or "yes"
+    return *names, *numbers, found.longest, found.truncated, found.failed, row["rejection"] or "yes"
 
 
 def spread(steps: Sequence[int], most: int) -> list[int]:
@@ -189,12 +188,6 @@ def spread(steps: Sequence[int], most: int) -> list[int]:
 
 
 def spread_order(steps: Sequence[int]) -> list[int]:
-    """Return every step: the last, the first, the middle ones, and so on, so that a cut leaves an even spread."""
-    order = dict.fromkeys([len(steps) - 1, 0] if steps else [])
-    waiting = [(0, len(steps) - 1)] if steps else []
-    for low, high in waiting:
-        order.setdefault((low + high) // 2)
-        if high - low > 1:
-            middle = (low + high) // 2
-            waiting += [(middle, high), (low, middle)]
-    return [steps[place] for place in order]
+    """Return every step, the last, the first and the middle ones in front, so that a cut leaves an even spread."""
+    places = [place for size in range(1, len(steps).bit_length() + 1) for place in np.linspace(0, len(steps) - 1, 2**size + 1).astype(int)]
+    return [steps[-1 - place] for place in dict.fromkeys([0, len(steps) - 1, *places])] if steps else []

@@ -4,18 +4,16 @@ import json
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.settings import Settings
+from megatron_rl.config.yaml_text import by_path, format_value
 from megatron_rl.observe.groups_of_interest import Answer, ends
 from megatron_rl.observe.metrics import find_info, is_beyond_healthy
 from megatron_rl.observe.sinks import METRICS_FILE
 from megatron_rl.observe.summary import SUMMARY_FILE, Summary
 from megatron_rl.report.curves import Steps
-
-_PACKAGES = ("megatron-rl", "megatron-core", "sglang", "torch", "transformers", "ray", "transformer-engine")
 
 Row = tuple[Any, ...]
 
@@ -47,28 +45,9 @@ def run_facts(directory: Path, summary: Summary | None, settings: Settings | Non
         yield "seed", str(settings.run.seed)
 
 
-def changed_settings(settings: Settings) -> list[tuple[str, str]]:
+def changed_settings(settings: Settings) -> list[Row]:
     """Return the settings with other values than their defaults."""
-
-    def leaves(value: Any, path: str) -> Iterator[tuple[str, str]]:
-        if isinstance(value, dict) and value:
-            for name, inner in value.items():
-                yield from leaves(inner, f"{path}.{name}" if path else name)
-        else:
-            yield path, json.dumps(value, ensure_ascii=False)
-
-    return list(leaves(settings.model_dump(mode="json", exclude_defaults=True), ""))
-
-
-def versions() -> list[tuple[str, str]]:
-    """Return the installed releases of the packages that decide a run's numbers."""
-    found = []
-    for name in _PACKAGES:
-        try:
-            found.append((name, version(name)))
-        except PackageNotFoundError:
-            found.append((name, "not installed"))
-    return found
+    return [(name, format_value(value)) for name, value in by_path(settings.model_dump(mode="json", exclude_defaults=True)).items()]
 
 
 def evaluations(directory: Path) -> list[Row]:

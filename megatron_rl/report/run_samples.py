@@ -54,9 +54,12 @@ class RunSamples:
         found = self._read(f"SELECT {_ANSWER} FROM samples JOIN groups ON id = group_id {chosen}", (str(list(steps)),))
         return [Answer(*row) for row in found]
 
-    def num_failures(self) -> dict[str, int]:
-        """Return the number of failed trajectories of every group with one."""
-        return {name: count for name, count in self._read("SELECT group_id, count(*) FROM failures GROUP BY 1")}
+    def num_failures(self, step: int) -> dict[str, int]:
+        """Return the number of failed trajectories of every group of a step with one."""
+        found = self._read(
+            "SELECT group_id, count(*) FROM failures JOIN groups ON id = group_id WHERE consumed_step = ? GROUP BY 1", (step,)
+        )
+        return {name: count for name, count in found}
 
     def sources(self) -> dict[str, str]:
         """Return the source of each consumed prompt that names one in its metadata, by group id."""

@@ -27,6 +27,7 @@ def test_trajectories_count_once_by_their_last_sample() -> None:
     assert [(end.group, end.sample) for end in ends(answers)] == [("a", 1), ("a", 2), ("b", 0), ("b", 1)]
     assert facts(answers, {"a": 2}) == [GroupFacts("a", (1.0,), 50, 1, 3), GroupFacts("b", (0.25, 0.75), 2, 1, 0)]
     assert GroupFacts("b", (0.25, 0.75), 2, 1, 0).mean == 0.5
+    assert facts([], {"a": 0, "c": 4}) == [GroupFacts("c", (), 0, 0, 4)], "a group that has failed as a whole"
 
 
 def test_kept_groups_are_those_of_interest_first() -> None:
