@@ -10,6 +10,7 @@ import pytest
 from headless_browser import CHROMIUM, Browser, browser
 from written_run import NASTY, branched, group, write_run
 
+from megatron_rl.data.buffer import BUFFER_FILE, Buffer
 from megatron_rl.report import page as page_module
 from megatron_rl.report.page import report_run
 from megatron_rl.types import Failure
@@ -45,13 +46,16 @@ async def groups(seen: Browser) -> AsyncIterator[str]:
 
 
 def run_of(directory: Path) -> Path:
-    """Two steps: many groups; one with texts that would be markup, one with branches, one that failed."""
+    """Two steps, whose first kept texts alone: many groups; some with texts that would be markup, with branches, and that failed."""
     words = [f"word {number}\nand more" for number in range(4)]
-    first = [group(f"g{number}", words, [0.25 * number, 0.0, 1.0, None]) for number in range(12)]
-    # Beside the best and the worst of the step, the truncated and the failed groups are shown.
-    nasty = group(NASTY.replace("\x00", ""), [f"{NASTY} answer"] * 2, [2.0, 2.0], text=f"{NASTY} prompt", metadata={"k": NASTY})
+    name = NASTY.replace("\x00", "")
+    nasty = [group(f"{step}{name}", [f"{NASTY} answer"] * 2, [2.0, 2.0], text=f"{NASTY} prompt", metadata={"k": NASTY}) for step in (1, 2)]
+    first = [nasty[0], *(group(f"g{number}", words, [0.25 * number, 0.0, 1.0, None]) for number in range(12))]
     failed = group("failed", ["x"], [None], failures=[Failure("error", f"broke {NASTY}")] * 3)
-    return write_run(directory, [first, [nasty, branched("branch"), failed, *(group(f"h{n}", words, [0.5] * 4) for n in range(3))]])
+    run = write_run(directory, [first, [nasty[1], branched("branch"), failed, *(group(f"h{n}", words, [0.5] * 4) for n in range(3))]])
+    with Buffer(run / BUFFER_FILE) as buffer:
+        buffer.prune(1, keep=0)
+    return run
 
 
 def test_a_page_works_from_a_file_and_by_keyboard(tmp_path: Path) -> None:
@@ -68,6 +72,8 @@ def test_a_page_works_from_a_file_and_by_keyboard(tmp_path: Path) -> None:
         await seen.press("n")
         await seen.press("p")
         await seen.until(f"document.querySelector('#where').textContent === {json.dumps(names[-2])}")
+        await seen.run("document.querySelectorAll('#groups tbody tr')[0].click()")
+        await seen.until(f"document.querySelector('#where').textContent === {json.dumps(names[0])}")
         assert await seen.run("document.querySelector('#which').textContent.startsWith('Sample 0')")
         await seen.press("j")
         assert await seen.run("document.querySelector('#which').textContent.startsWith('Sample 1')")
@@ -98,12 +104,22 @@ def test_text_stays_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert all(part not in page.read_text() for part in ("<script>alert", "<img src=x", "\x1b[31m", "\u202etxt"))
 
     async def look(seen: Browser) -> None:
-        shown = ""
+        of = {name: f"document.querySelector('#{name}').textContent" for name in ("head", "cards", "turns")}
+        of["tokens"] = "[...document.querySelectorAll('.t')].map((token) => token.textContent).join('')"
+        parts: dict[str, list[str]] = {name: [] for name in of}
         async for _ in groups(seen):
-            shown += str(await seen.run("document.querySelector('#viewer').textContent"))
+            for name, expression in of.items():
+                parts[name].append(str(await seen.run(expression)))
         visible = r"</script><script>alert(1)</script><img src=x onerror=alert(2)>&lt;b&gt; \x1b[31m \u202etxt.exe\u202c \x00 \u2028 <!--"
-        for part in (f"{visible} prompt", f"{visible} answer", f"broke {visible}"):
-            assert part in shown, part
+        for name, kind in (("head", "prompt"), ("cards", "answer"), ("turns", "answer"), ("tokens", "answer")):
+            assert any(f"{visible} {kind}" in text for text in parts[name]), name
+        assert any(f"broke {visible}" in text for text in parts["head"])
+        assert any("text alone was kept" in text for text in parts["turns"])
         assert await seen.run("document.querySelectorAll('main img[src=x], main script').length") == 0
+        refused = "addEventListener('securitypolicyviolation', (event) => done(event.violatedDirective))"
+        asked = "fetch('http://127.0.0.1:9/').catch(() => 0); setTimeout(() => done('none'), 9000)"
+        assert await seen.run(f"new Promise((done) => {{ {refused}; {asked} }})") == "connect-src"
+        seen.complaints.clear()
+        seen.requests.clear()
 
     looked_at(page, tmp_path, look)
