@@ -70,6 +70,8 @@ EXTRAS_REQUIRE = {
     ],
     # Datasets of examples/agents/reasoning.py, which checks that each verifier takes its own answers.
     "tasks": ["reasoning-gym>=0.1.25,<0.2"],
+    # Charts and tables of report.html, which has a picture without them: altair with vl-convert's Vega, the bundle of itables.
+    "report": ["altair>=6.3,<7", "itables>=2.9.1,<3", "vl-convert-python>=1.9"],
     "wandb": ["wandb>=0.17"],
 }
 
@@ -92,7 +94,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.11",
     packages=find_packages(include=["megatron_rl", "megatron_rl.*"]),
-    package_data={"megatron_rl": ["py.typed", "CHANGES.md"]},
+    package_data={"megatron_rl": ["py.typed", "CHANGES.md", "report/page.*"]},
     install_requires=INSTALL_REQUIRES,
     extras_require=EXTRAS_REQUIRE,
     entry_points={"console_scripts": ["megatron-rl = megatron_rl.cli:main"]},

@@ -1,7 +1,7 @@
 """The command line.
 
-Commands are `train`, `eval`, `rollout`, `data`, `buffer`, `score`, `compare`, `report`, `plan`,
-`models`, `convert`, `serve`, `verify-checkpoint`, `check-plugin` and `doctor`.
+Commands are `train`, `eval`, `rollout`, `data`, `buffer`, `score`, `compare`, `report`, `samples`,
+`plan`, `models`, `convert`, `serve`, `verify-checkpoint`, `check-plugin` and `doctor`.
 
 Heavy modules are imported inside the command with the need, so that help and mistakes answer at
 once.
@@ -226,13 +226,41 @@ def compare(runs: tuple[Path, ...], step: int | None, out: Path) -> None:
     compare_runs(runs, step=step, out=out)
 
 
-@cli.command(short_help="Draw the curves of a run, whether it has ended or not.")
+@cli.command(short_help="Show a run on a page, whether it has ended or not.")
 @click.argument("directory", type=click.Path(path_type=Path))
-def report(directory: Path) -> None:
-    """Write curves.png and report.html into DIRECTORY, the run.directory of a run, from its metrics.jsonl; print the page's path."""
+@click.option("--steps", metavar="A-B", help="Curves and samples of these steps alone.")
+@click.option("--group", "groups", multiple=True, metavar="ID", help="A group to show in any case; may be given several times.")
+@click.option("--out", type=click.Path(path_type=Path), help="Another file than report.html in DIRECTORY, without curves.png.")
+def report(directory: Path, steps: str | None, groups: tuple[str, ...], out: Path | None) -> None:
+    """Write curves.png and report.html into DIRECTORY, the run.directory of a run; print the page's path.
+
+    The page has curves, samples with the numbers of their tokens, distributions and settings; it needs no network and no server.
+    """
     from megatron_rl.report.page import report_run
 
-    print(report_run(directory))
+    found = re.fullmatch(r"(\d+)(?:-(\d+))?", steps or "0")
+    if found is None:
+        raise UserError(f"--steps is {steps!r}, needs one step or two, as in --steps 10-20")
+    first, last = int(found[1]), int(found[2] or found[1])
+    print(report_run(directory, between=None if steps is None else (first, last), out=out, marked=groups))
+
+
+@cli.command(short_help="Print samples of a run.")
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.option("--step", type=click.IntRange(min=0), help="Step that trained on the samples; the newest when not given.")
+@click.option("--worst", type=click.IntRange(min=0), default=None, help="Samples with the lowest rewards; 3 when nothing is asked for.")
+@click.option("--best", type=click.IntRange(min=0), default=0, help="Samples with the highest rewards.")
+@click.option("--group", metavar="ID", help="All samples of this group instead.")
+def samples(directory: Path, step: int | None, worst: int | None, best: int, group: str | None) -> None:
+    """Print samples of the run in DIRECTORY with prompt, reward and answer; control characters are escaped.
+
+    Example: megatron-rl samples runs/first --step 12 --worst 5
+    """
+    from megatron_rl.report.printed_samples import printed_samples
+
+    worst = worst if worst is not None else 0 if best else 3
+    for line in printed_samples(directory, step=step, worst=worst, best=best, group=group):
+        print(line)
 
 
 @cli.command(short_help="Plan the memory of a layout on GPUs.", context_settings=_OVERRIDES, options_metavar="[OPTIONS]")

@@ -28,7 +28,7 @@ fi
 
 bash tools/setup_env.sh || exit 1
 # Programs of models run in it. Where it may not be installed, the cases that need it say so.
-command -v bwrap >/dev/null || { [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get install -y -qq bubblewrap >/dev/null 2>&1; } ||
+command -v bwrap >/dev/null || { [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null && timeout 120 apt-get install -y -qq bubblewrap >/dev/null 2>&1; } ||
     echo "bubblewrap is missing: apt-get install bubblewrap"
 PATH=$(cd "${VENV:-.venv}/bin" && pwd):$PATH
 export PATH

@@ -25,10 +25,14 @@ Weigh = Callable[..., Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LossOutput:
-    """This rank's share of the step's `loss`, a scalar, and `metrics`, (sum, weight) pairs: both add up over shares."""
+    """This rank's share of the step's `loss`, a scalar, and `metrics`, (sum, weight) pairs: both add up over shares.
+
+    `clipped` [T]: tokens that the policy loss clipped; None of a loss that clips none.
+    """
 
     loss: Tensor
     metrics: Metrics
+    clipped: Tensor | None = None
 
 
 def compute_loss(
@@ -58,7 +62,7 @@ def compute_loss(
         num_tokens=num_tokens, num_trajectories=num_trajectories,
     )  # fmt: skip
     top = top_entropy_mask(statistics.entropy_threshold, inputs, sequences)
-    policy, metrics = _policy_term(objective, inputs, terms, weigh, statistics, top)
+    policy, metrics, clipped = _policy_term(objective, inputs, terms, weigh, statistics, top)
     total = policy
     if objective.kl is not None or inputs.ref_log_probs is not None:
         penalty, raw = _kl_term(objective, inputs, terms, weigh)
@@ -75,7 +79,7 @@ def compute_loss(
         metrics["policy_loss"] = (policy.detach().double() * num_tokens, sequences.count.double())
     if num_tokens == 0:
         metrics["empty_step"] = (torch.ones_like(policy.detach()), torch.ones_like(policy.detach()))
-    return LossOutput(total, metrics)
+    return LossOutput(total, metrics, clipped)
 
 
 def _entropy_term(
@@ -96,8 +100,8 @@ def _entropy_term(
 
 def _policy_term(
     objective: Objective, inputs: LossInputs, terms: PolicyTerms, weigh: Weigh, statistics: StepStatistics, top: Tensor | None
-) -> tuple[Tensor, Metrics]:
-    """Return the weighted policy loss over this rank's tokens, or over `top` [T] if given."""
+) -> tuple[Tensor, Metrics, Tensor | None]:
+    """Return the weighted policy loss over this rank's tokens, or over `top` [T] if given, and the clipped tokens [T]."""
     loss, sequences, correction = objective.policy_loss, terms.sequences, None
     if objective.off_policy is not None:
         correction = objective.off_policy.terms(terms, inputs.present("rollout_log_probs", sequences).detach())
@@ -105,6 +109,8 @@ def _policy_term(
             terms = dataclasses.replace(terms, log_off_policy=objective.off_policy.log_weights(correction, sequences))
     per_token = loss.losses(terms, statistics.policy_loss)
     metrics = {name: sequences.mean_pair(event) for name, event in per_token.events.items()}
+    hits = [event for name, event in per_token.events.items() if "clip" in name]
+    clipped = torch.stack(hits).any(dim=0) if hits else None
     if loss.trains_by_rewards:
         metrics |= _ratio_metrics(inputs, terms)
     if correction is None or statistics.policy_tokens is None:
@@ -118,7 +124,7 @@ def _policy_term(
         metrics |= correction.metrics(sequences)
         weighted = weighted if loss.weighs_off_policy else weighted * correction.weight
         weighted = torch.where(correction.kept, weighted, 0.0)
-    return weighted.sum(), metrics
+    return weighted.sum(), metrics, clipped
 
 
 def _weights_of_kept(

@@ -28,9 +28,9 @@ class RunSettings(Section):
         4,
         ge=0,
         le=2**20,
-        description="Groups of each step whose tokens, masks, log-probs and versions stay in the buffer (13 bytes a token), for readers; "
-        "of others they go with the last checkpoint that could come back to them. A step with no more groups stays whole, with the "
-        "engines' records, for train --replay.",
+        description="Groups of each step whose tokens, masks, log-probs, versions, entropies and advantages stay in the buffer "
+        "(37 bytes a token), for readers; of others they go with the last checkpoint that could come back to them. A step with no more "
+        "groups stays whole, with the engines' records, for train --replay.",
     )
     keep_interval: int = Field(0, ge=0, description="Checkpoints of its multiples are kept for good; 0 keeps the newest alone.")
     export_interval: int = Field(
@@ -321,8 +321,12 @@ class RuntimeSettings(Section):
 
 
 class ObserveSettings(Section):
-    """Sinks besides the console, metrics.jsonl and TensorBoard."""
+    """What is shown of a run besides the console, metrics.jsonl and TensorBoard."""
 
+    report_interval: int = Field(
+        50, ge=0, description="Steps between writings of report.html, by a process of its own; 0 writes it at the end alone."
+    )
+    print_samples: int = Field(0, ge=0, description="Steps between samples on the console; 0 prints none.")
     wandb_project: str | None = Field(None, description="Weights & Biases project; honours WANDB_MODE=offline.")
 
 

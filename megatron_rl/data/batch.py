@@ -28,8 +28,7 @@ def make_train_batch(groups: Sequence[Group], *, version: int = 0) -> TrainBatch
     of zero. Raises ValueError for a sample never given to a reward function or without the
     trajectory's reward, and UserError when no sample was scored.
     """
-    whole = [(position, parts) for position, group in enumerate(groups) for parts in trajectories(group.samples)]
-    kept = [(number, position, sample) for number, (position, parts) in enumerate(whole) for sample in parts if _scored(parts)]
+    whole, kept = _scored_samples(groups)
     if not kept:
         num_samples = sum(len(group.samples) for group in groups)
         messages = [sample.reward.message for group in groups for sample in group.samples if sample.reward]
@@ -57,6 +56,17 @@ def make_train_batch(groups: Sequence[Group], *, version: int = 0) -> TrainBatch
         candidates=_candidates([sample.candidates for sample in samples], layout),
         **_routing([sample.routed_experts for sample in samples], lengths=np.diff(layout["cu_seqlens"])),
     )
+
+
+def batch_samples(groups: Sequence[Group]) -> list[Sample]:
+    """Return the sample of each row [B] of `make_train_batch(groups)`."""
+    return [sample for *_, sample in _scored_samples(groups)[1]]
+
+
+def _scored_samples(groups: Sequence[Group]) -> tuple[list[tuple[int, tuple[Sample, ...]]], list[tuple[int, int, Sample]]]:
+    """Return all trajectories, with the group's position, and the scored samples, with those of trajectory and group."""
+    whole = [(position, parts) for position, group in enumerate(groups) for parts in trajectories(group.samples)]
+    return whole, [(number, position, sample) for number, (position, parts) in enumerate(whole) for sample in parts if _scored(parts)]
 
 
 def batch_from_sequences(

@@ -22,8 +22,9 @@ from typing import Any
 
 from megatron_rl.data import buffer_rows
 from megatron_rl.data.sqlite_file import SqliteFile
+from megatron_rl.data.token_values import TokenValues
 from megatron_rl.errors import UserError
-from megatron_rl.types import Group, Prompt
+from megatron_rl.types import Group, Prompt, Sample
 
 BUFFER_FILE = "buffer.sqlite"  # its name in the directory of a run
 PENDING = "(SELECT id FROM groups WHERE state = 'pending')"
@@ -41,7 +42,9 @@ WAITING = (
 NEWEST = "SELECT trained FROM groups INDEXED BY groups_by_state WHERE state = 'consumed' ORDER BY position DESC LIMIT ?"
 COUNT = "SELECT count(*) FROM groups WHERE state = ?"
 PRUNABLE = (
-    "SELECT row_number() OVER (PARTITION BY consumed_step ORDER BY position), count(*) OVER (PARTITION BY consumed_step), id "
+    "SELECT row_number() OVER (PARTITION BY consumed_step ORDER BY "
+    "EXISTS (SELECT 1 FROM samples WHERE group_id = id AND token_values IS NOT NULL) DESC, position), "
+    "count(*) OVER (PARTITION BY consumed_step), id "
     "FROM groups INDEXED BY groups_unpruned WHERE pruned = 0 AND consumed_step <= ?"
 )
 LATER = "SELECT count(*) FROM groups INDEXED BY groups_unpruned WHERE pruned = 0 AND consumed_step > ?"
@@ -193,6 +196,17 @@ class Buffer(SqliteFile):
                 [(step, reason is None, reason, group_id) for group_id, reason in rejections.items()],
             )
 
+    def put_token_values(self, samples: Mapping[int, Sample], values: TokenValues) -> None:
+        """Keep `values` of the tokens of `samples`, by row of the trained batch, for readers of the run."""
+        with self._transaction() as connection:
+            for row, sample in samples.items():
+                table = values.of_row(row, begin=len(sample.prompt.token_ids), length=len(sample.response_ids))
+                if table is not None:
+                    connection.execute(
+                        "UPDATE samples SET token_values = ? WHERE group_id = ? AND sample_index = ?",
+                        (table.astype("<f4").tobytes(), sample.group_id, sample.index),
+                    )
+
     def waiting(self) -> list[WaitingGroup]:
         """Return all groups not consumed, in the order of prompts."""
         return [WaitingGroup(*row) for row in self._read(WAITING)]
@@ -278,8 +292,9 @@ class Buffer(SqliteFile):
     def prune(self, step: int, *, keep: int) -> None:
         """Drop the token arrays of groups consumed up to `step`, the oldest kept checkpoint.
 
-        Of each step the first `keep` groups only lose their records of engines, for readers of the
-        run. A step of `keep` groups or fewer loses nothing, for a replay.
+        Of each step `keep` groups only lose their records of engines, for readers of the run: those
+        with values of tokens, then the first ones. A step of `keep` groups or fewer loses nothing,
+        for a replay.
         """
         if self._locked is not None:
             # The next run prunes: the checkpoint at the end of this run must not fail.
@@ -288,7 +303,7 @@ class Buffer(SqliteFile):
             found = [(number <= keep, of_step <= keep, name) for number, of_step, name in connection.execute(PRUNABLE, (step,))]
             connection.executemany(
                 "UPDATE samples SET response_ids = NULL, loss_mask = NULL, rollout_log_probs = NULL, weight_versions = NULL, "
-                "own_prompt_ids = NULL WHERE group_id = ?",
+                "own_prompt_ids = NULL, token_values = NULL WHERE group_id = ?",
                 [(group_id,) for kept, _, group_id in found if not kept],
             )
             records = "routed_experts = NULL, candidates = NULL"

@@ -14,7 +14,7 @@ from megatron_rl.system.frozen_arrays import Candidates
 from megatron_rl.types import Experts, Failure, Group, Prompt, Reward, RewardOutcome, Sample, StopReason
 
 APPLICATION_ID = 0x4D52_4C42
-SCHEMA_VERSION = 10
+SCHEMA_VERSION = 11
 
 SCHEMA = f"""
 PRAGMA application_id = {APPLICATION_ID};
@@ -65,6 +65,8 @@ CREATE TABLE samples (  -- one row per finished response
     own_prompt_text TEXT,  -- prompt of this response where not the group's
     own_prompt_ids BLOB,
     role TEXT,  -- trajectories of a group are compared within it
+    -- array of <f4 [6, num_tokens], rows as data.token_values.TOKEN_VALUES, of kept groups that were trained on
+    token_values BLOB,
     candidates BLOB,  -- array of <i4: numbers of candidates of the tokens, then the candidates; NULL: the whole vocabulary
     PRIMARY KEY (group_id, sample_index)
 );

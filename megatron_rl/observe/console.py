@@ -26,7 +26,8 @@ _ROWS_PER_HEADER = 20
 class Column:
     """A column of the table: the first measured of `metrics`, in `width` characters.
 
-    Columns of the highest `spare` are left out where a line is too short for all.
+    Columns of the highest `spare` are left out where a line is too short for all. Without metrics
+    it has the time to the expected end of the run.
     """
 
     title: str
@@ -36,17 +37,22 @@ class Column:
     spare: int = 0
 
 
+_TIME_LEFT = Column("left", (), "", 6)
+
 RL_COLUMNS = (
     Column("reward", ("rollout/reward",), ".3f", 6),
     Column("entropy", ("train/entropy",), ".3f", 7),
-    Column("KL ref", ("train/kl_reference",), ".4f", 7, spare=3),
+    Column("KL ref", ("train/kl_reference",), ".4f", 7, spare=5),
     Column("|dlogp|", ("train/log_prob_diff",), ".1e", 7),
-    Column("grad", ("train/grad_norm",), ".3f", 6, spare=1),
-    Column("tok/s", ("rollout/tokens_per_second",), ",.0f", 6, spare=2),
-    Column("roll s", ("time/rollout",), ".2f", 6),
+    Column("grad", ("train/grad_norm",), ".3f", 6, spare=3),
+    Column("cut", ("rollout/truncated_fraction",), ".0%", 4),
+    Column("fail", ("rollout/reward_failed_fraction",), ".0%", 4),
+    Column("tok/s", ("rollout/tokens_per_second",), ",.0f", 6, spare=4),
+    Column("roll s", ("time/rollout",), ".2f", 6, spare=2),
     Column("wait s", ("time/rollout_wait",), ".2f", 6),
     Column("train s", ("time/train",), ".2f", 7),
-    Column("sync s", ("time/sync",), ".2f", 6),
+    Column("sync s", ("time/sync",), ".2f", 6, spare=1),
+    _TIME_LEFT,
 )
 
 _EVALUATED_SETS = 2  # with a column of their own
@@ -57,7 +63,7 @@ def rl_columns(sets: Sequence[str], *, keeps_reference: bool) -> tuple[Column, .
     """Return the columns of a run with these sets of held-out prompts: each has its accuracy, or else its reward."""
     evaluated = [
         Column(
-            name[:_TITLE_WIDTH], (f"eval/{name}/accuracy", f"eval/{name}/reward"), ".3f", max(6, len(name[:_TITLE_WIDTH])), spare=4 * number
+            name[:_TITLE_WIDTH], (f"eval/{name}/accuracy", f"eval/{name}/reward"), ".3f", max(6, len(name[:_TITLE_WIDTH])), spare=6 * number
         )
         for number, name in enumerate(sets[:_EVALUATED_SETS])
     ]
@@ -72,6 +78,7 @@ SUPERVISED_COLUMNS = (
     Column("lr", ("train/lr",), ".1e", 8),
     Column("tokens", ("train/num_tokens",), ",.0f", 9),
     Column("train s", ("time/train",), ".2f", 8),
+    _TIME_LEFT,
 )
 
 
@@ -131,12 +138,13 @@ class RunConsole:
         self._lock = threading.RLock()
         self._started_s = self._printed_s = time.monotonic()
         self._num_rows = 0
+        self._first_row: tuple[int, float] | None = None  # its step and time
         self._active: list[PhaseProgress] = []
         self._announced: set[str] = set()
         self._stop = threading.Event()
         self._live = self._console.is_terminal
         self._progress = Progress(
-            SpinnerColumn(),
+            SpinnerColumn("line"),  # in ASCII
             TextColumn("{task.description}", markup=False),
             TimeElapsedColumn(),
             console=self._console,
@@ -168,7 +176,9 @@ class RunConsole:
             if self._num_rows % _ROWS_PER_HEADER == 0:
                 self.say(self._line("step", [column.title for column in self._columns]))
             self._num_rows += 1
-            self.say(self._line(f"{step}/{self._num_steps}", [_cell(column, metrics) for column in self._columns]))
+            left = self._time_left(step)
+            cells = [_cell(column, metrics) if column.metrics else left for column in self._columns]
+            self.say(self._line(f"{step}/{self._num_steps}", cells))
             beyond = [name for name, value in metrics.items() if name not in self._marked and is_beyond_healthy(name, value)]
             self._marked.update(beyond)
             for name in beyond:
@@ -210,12 +220,20 @@ class RunConsole:
                     doing = "; ".join(f"{progress.name} {progress.timed_text()}" for progress in self._active)
                     self.say(f"{self._clock()} still {doing}")
 
+    def _time_left(self, step: int) -> str:
+        """Return the time to the end at the pace of all steps since the first row; empty before the second row."""
+        now_s = time.monotonic()
+        first, began_s = self._first_row = self._first_row or (step, now_s)
+        if step <= first:
+            return ""
+        return short_time((now_s - began_s) / (step - first) * (self._num_steps - step))
+
     def _clock(self) -> str:
         return f"[{time.monotonic() - self._started_s:7.1f} s]"
 
     def _line(self, first: str, cells: list[str]) -> str:
-        padded = [f"{cell:>{column.width}}" for column, cell in zip(self._columns, cells, strict=True)]
-        return " ".join([f"{first:>{self._step_width}}", *padded])
+        padded = [f"{cell:>{column.width + 1}}" for column, cell in zip(self._columns, cells, strict=True)]
+        return "".join([f"{first:>{self._step_width}}", *padded])
 
 
 def _fitting(columns: Sequence[Column], width: int) -> tuple[Column, ...]:
@@ -227,7 +245,18 @@ def _fitting(columns: Sequence[Column], width: int) -> tuple[Column, ...]:
 
 
 def _cell(column: Column, metrics: Mapping[str, float]) -> str:
-    value = next((metrics[name] for name in column.metrics if name in metrics), None)
-    if value is None:
+    """Return the number, with a mark before one beyond its healthy range."""
+    name = next((name for name in column.metrics if name in metrics), None)
+    if name is None:
         return ""
-    return format(value, column.format) if math.isfinite(value) else str(value)
+    value = metrics[name]
+    return ("!" if is_beyond_healthy(name, value) else "") + (format(value, column.format) if math.isfinite(value) else str(value))
+
+
+def short_time(seconds: float) -> str:
+    """Return a time in at most six characters, such as 45s, 12m05s, 3h25m and 2d04h."""
+    whole = round(seconds)
+    for unit, smaller, size in (("d", "h", 86400), ("h", "m", 3600), ("m", "s", 60)):
+        if whole >= size:
+            return f"{whole // size}{unit}{whole % size * {'h': 24, 'm': 60, 's': 60}[smaller] // size:02}{smaller}"
+    return f"{whole}s"

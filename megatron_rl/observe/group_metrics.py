@@ -122,6 +122,7 @@ def _reward_metrics(samples: Sequence[Sample]) -> dict[str, Metric]:
     scored = [reward for reward in rewards if reward.outcome is RewardOutcome.SCORED]
     metrics: dict[str, Metric] = {
         "rollout/reward": Mean(sum(reward.value for reward in scored if reward.value is not None), len(scored)),
+        "rollout/reward_failed_fraction": Mean(len(rewards) - len(scored), len(rewards)),
         "rollout/reward_errors": Sum(sum(reward.outcome is RewardOutcome.ERROR for reward in rewards)),
         "rollout/reward_timeouts": Sum(sum(reward.outcome is RewardOutcome.TIMEOUT for reward in rewards)),
     }

@@ -103,6 +103,7 @@ _TABLE: tuple[tuple[str, type[Metric], str, str, str], ...] = (
     ("rollout/reward_component/*", Mean, "reward", "One part of a composite reward", "the parts that you want rise, no other"),
     ("rollout/role_reward/*", Mean, "reward", "Reward of the trajectories of one role", "rises, if more slowly than others"),
     ("rollout/reward_errors", Sum, "samples", "Reward calls that raised; not trained on", "0; the first traceback is in the log"),
+    ("rollout/reward_failed_fraction", Mean, "fraction", "Reward calls with an error or a timeout", "< 0.01; see logs/rewards.log"),
     ("rollout/reward_timeouts", Sum, "samples", "Reward calls killed at their deadline; not trained on", "0; raise reward.timeout_s"),
     ("rollout/zero_variance_fraction", Mean, "fraction", "Groups with one reward throughout", "< 0.5; above: other prompts"),
     ("rollout/zero_variance_fraction/*", Mean, "fraction", "Those of them with one reward, rounded to a tenth", "0.0: easier prompts"),
@@ -329,11 +330,17 @@ def metric_info(name: str) -> MetricInfo:
     raise KeyError(f"metric {name!r} is not in the table of metrics" + (f"; the closest is {closest[0]!r}" if closest else ""))
 
 
-def is_beyond_healthy(name: str, value: float) -> bool:
-    """Return True where `value` is not below a bound that begins the healthy range, as `< 0.1`."""
+def healthy_bound(name: str) -> float | None:
+    """Return the bound that begins the healthy range of a metric, as in `< 0.1`; None without one."""
     info = find_info(name)
     bound = None if info is None else re.match(r"< ([\d.]+)(?=;|$)", info.healthy)
-    return bound is not None and not value < float(bound[1])
+    return None if bound is None else float(bound[1])
+
+
+def is_beyond_healthy(name: str, value: float) -> bool:
+    """Return True where `value` is not below its `healthy_bound`."""
+    bound = healthy_bound(name)
+    return bound is not None and not value < bound
 
 
 def check_metrics(metrics: Mapping[str, Metric]) -> None:

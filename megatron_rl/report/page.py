@@ -1,122 +1,193 @@
-"""The report of a run: curves.png and a self-contained report.html, from metrics.jsonl alone."""
+"""The report of a run: one self-contained report.html, and curves.png, from the files of its directory.
 
-import base64
-import html
-import math
-import os
-from collections.abc import Sequence
-from pathlib import Path
-
-from megatron_rl.errors import UserError
-from megatron_rl.observe.metrics import find_info, is_beyond_healthy
-from megatron_rl.observe.sinks import METRICS_FILE, read_metrics
-from megatron_rl.observe.summary import REPORT_FILE, SUMMARY_FILE, Summary, read_summary
-from megatron_rl.report.curves import Steps, draw_curves, drawable
-from megatron_rl.system.files import write_atomic
-
-CURVES_FILE = "curves.png"
-
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #0f172a; background: #f8fafc; margin: 0; }
-main { max-width: 1100px; margin: 0 auto; padding: 24px 16px 64px; }
-h1 { font-size: 24px; margin: 0 0 16px; } h2 { font-size: 17px; margin: 32px 0 8px; }
-img { width: 100%; height: auto; background: white; border: 1px solid #e2e8f0; border-radius: 8px; }
-pre { background: #0f172a; color: #e2e8f0; padding: 12px 16px; border-radius: 8px; overflow-x: auto; }
-.table { overflow-x: auto; background: white; border: 1px solid #e2e8f0; border-radius: 8px; }
-table { border-collapse: collapse; width: 100%; font-size: 14px; }
-th, td { text-align: left; padding: 6px 12px; border-bottom: 1px solid #f1f5f9; vertical-align: top; }
-th { color: #475569; font-weight: 600; } tr:last-child td { border-bottom: 0; }
-td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+The directory may be that of a run that goes on, has ended or was killed. Every text of a model or a
+user is escaped by the template or inside a block.
 """
 
+import base64
+import os
+from collections.abc import Collection, Iterator, Sequence
+from importlib.resources import files
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
-def report_run(directory: Path) -> Path:
-    """Write the picture and the page into the `directory` of a run and return the page's path.
+import jinja2
+import numpy as np
+from numpy.typing import NDArray
 
-    The run may have ended, go on or have been killed. Raises UserError for a run without metrics
-    and for a full disk.
+from megatron_rl.config.load import load_settings
+from megatron_rl.errors import UserError, sized
+from megatron_rl.observe.groups_of_interest import Answer, GroupFacts, facts, labels
+from megatron_rl.observe.sinks import METRICS_FILE, read_metrics
+from megatron_rl.observe.summary import REPORT_FILE, read_summary
+from megatron_rl.observe.visible_text import visible
+from megatron_rl.report import run_facts
+from megatron_rl.report.curves import Steps, draw_curves, drawable
+from megatron_rl.report.run_samples import RunSamples, StoredGroup, open_samples
+from megatron_rl.report.sample_blocks import QUANTITIES, Spell, group_block, load_spelling, pack, quantities
+from megatron_rl.system.files import write_atomic
+from megatron_rl.system.versions import installed_version
+
+_PACKAGES = ("megatron-rl", "megatron-core", "sglang", "torch", "transformers", "ray", "transformer-engine")
+CURVES_FILE = "curves.png"
+# Those of checkpoints.run_checkpoints and evaluation.evaluator, whose imports take seconds.
+SETTINGS_FILE, EVALUATION_DIRECTORY = "settings.yaml", "evaluation"
+_NO_CHARTS: dict[str, dict[str, Any]] = {"curves": {}, "distributions": {}}
+_EXTRA = ("altair", "vl_convert", "itables")
+
+_MOST_STEPS = 40  # whose samples are looked at
+_BLOCK_BYTES = 900_000
+"""Of samples in a page; the scripts take 1.6 MB, curves of 200 steps 0.4 MB."""
+
+
+def report_run(directory: Path, *, between: tuple[int, int] | None = None, out: Path | None = None, marked: Sequence[str] = ()) -> Path:
+    """Write the page of the run in `directory` to `out`, by default with the picture into the directory; return its path.
+
+    `between` are the first and the last step to show; groups `marked` by id are shown in any case.
+    Raises UserError for a run without metrics, for a group that is not there and for a full disk.
     """
     if not directory.is_dir():
         raise UserError(f"{directory} is no directory; give the run.directory of a run")
     path = directory / METRICS_FILE
     if not path.exists():
         raise UserError(f"{path} does not exist, so there is nothing to report; give the run.directory of a run")
-    # A name may hold bytes that are no text.
-    name = os.fsencode(directory.name).decode(errors="replace")
-    summary, steps, title = read_summary(directory), read_metrics(path), f"Run {name}"
+    steps = {step: row for step, row in read_metrics(path).items() if between is None or between[0] <= step <= between[1]}
     if not drawable(steps):
-        raise UserError(f"{path} holds no metrics to draw, so there is nothing to report; run at least one step")
+        where = "" if between is None else f" between steps {between[0]} and {between[1]}"
+        raise UserError(f"{path} holds no metrics to draw{where}, so there is nothing to report; run at least one step")
+    # A name may hold bytes that are no text.
+    title = f"Run {os.fsencode(directory.name).decode(errors='replace')}"
     picture = draw_curves(steps, title=title)
-    write_atomic(directory / CURVES_FILE, picture)
-    write_atomic(directory / REPORT_FILE, _page(steps, picture, title=title, summary=summary))
-    return directory / REPORT_FILE
+    if out is None:
+        write_atomic(directory / CURVES_FILE, picture)
+    out = out or directory / REPORT_FILE
+    write_atomic(out, _page(directory, steps, picture, title=title, marked=marked))
+    return out
 
 
-def _page(steps: Steps, picture: bytes, *, title: str, summary: Summary | None) -> str:
-    name = html.escape(title)
-    image = base64.b64encode(picture).decode()
-    facts = _facts_of(summary) if summary is not None else {"status": f"no {SUMMARY_FILE}: the run goes on, or was killed"}
-    go_on = html.escape(summary.go_on) if summary is not None else ""
-    return f"""<!doctype html>
-<html lang="en">
-<head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{name}</title><style>{_STYLE}</style></head>
-<body><main>
-<h1>{name}</h1>
-{_table((), list(facts.items()), numbers=())}
-<h2>Curves</h2>
-<img alt="Curves of the run" src="data:image/png;base64,{image}">
-<h2>Go on from here</h2>
-<pre>{go_on}</pre>
-<h2>Numbers</h2>
-{_table(("metric", "first", "last", "unit", "meaning", "healthy"), _final_rows(steps), numbers=(1, 2))}
-</main></body></html>
-"""
+def _page(directory: Path, steps: Steps, picture: bytes, *, title: str, marked: Sequence[str]) -> str:
+    charts, settings, left_out = _charts(), None, list[str]()
+    try:
+        settings = load_settings(directory / SETTINGS_FILE, on_gpus=False)
+    except UserError as error:
+        left_out.append(f"settings: {str(error).splitlines()[0]}")
+    if charts is None:
+        left_out.append("charts that answer the mouse and tables that sort: pip install 'megatron-rl[report]'")
+    samples = _Samples()
+    try:
+        with open_samples(directory) as run:
+            spell = load_spelling([directory / "huggingface", *([] if settings is None else [settings.model.path])])
+            left_out += samples.read(run, steps, spell, marked=marked)
+    except UserError as error:
+        if marked:
+            raise
+        left_out.append(f"samples: {error}")
+    evaluated = [row for row in run_facts.evaluations(directory / EVALUATION_DIRECTORY) if row[0] in steps]
+    specs = charts.all_charts(steps, evaluated, samples.answers, samples.numbers) if charts is not None else _NO_CHARTS
+    summary, own = read_summary(directory), files("megatron_rl.report")
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    return environment.from_string((own / "page.html").read_text("utf-8")).render(
+        title=visible(title),
+        style=(own / "page.css").read_text("utf-8"),
+        script=(own / "page.js").read_text("utf-8"),
+        scripts=None if charts is None else charts.scripts(),
+        facts=_visible(run_facts.run_facts(directory, summary, settings, steps)),
+        go_on=visible(summary.go_on) if summary is not None else "",
+        left_out=[visible(reason) for reason in left_out],
+        evaluations=_visible(evaluated),
+        charts=specs,
+        picture=base64.b64encode(picture).decode(),
+        quantities=QUANTITIES,
+        groups=_visible(samples.rows),
+        blocks=samples.blocks,
+        solved=_visible(samples.solved),
+        numbers=_visible(run_facts.metric_rows(steps)),
+        changed=_visible(run_facts.changed_settings(settings)) if settings is not None else [],
+        versions=[(name, installed_version(name) or "not installed") for name in _PACKAGES],
+    )
 
 
-def _facts_of(summary: Summary) -> dict[str, str]:
-    """Return the summary as rows of a table, without absent measurements."""
-    facts = {
-        "status": summary.status,
-        "steps": str(summary.steps),
-        "seed": str(summary.seed),
-        "peak memory": f"{summary.peak_memory_bytes / 2**30:.2f} GiB",
-        "seconds": ", ".join(f"{name} {seconds:.0f}" for name, seconds in summary.seconds.items()),
-    }
-    if summary.checkpoint is not None:
-        facts["checkpoint"] = summary.checkpoint
-    for name, before in summary.evaluation_before.items():
-        if name.endswith("/accuracy") or (
-            name.endswith("/reward") and f"{name.rpartition('/')[0]}/accuracy" not in summary.evaluation_before
-        ):
-            facts[f"held-out {name}"] = f"{before:.3f} → {summary.evaluation_after.get(name, before):.3f}"
-    return facts
+def _charts() -> ModuleType | None:
+    """Return the module of charts, None without the packages of the extra `report`."""
+    try:
+        from megatron_rl.report import charts
+    except ModuleNotFoundError as error:
+        if error.name not in _EXTRA:
+            raise
+        return None
+    return charts
 
 
-def _final_rows(steps: Steps) -> list[tuple[str, ...]]:
-    """Return one row per metric with the first and the last value."""
-    rows: list[tuple[str, ...]] = []
-    for name in sorted({name for metrics in steps.values() for name in metrics}):
-        values = [metrics[name] for metrics in steps.values() if name in metrics]
-        info = find_info(name)
-        described = (info.unit, info.meaning, info.healthy) if info is not None else ("", "not in the table of metrics", "")
-        mark = " \N{WARNING SIGN}" if is_beyond_healthy(name, values[-1]) else ""
-        rows.append((name, _shown(values[0]), f"{_shown(values[-1])}{mark}", *described))
-    return rows
+def _visible(rows: Any) -> list[tuple[str, ...]]:
+    return [tuple(visible(str(cell)) for cell in row) for row in rows]
 
 
-def _shown(value: float) -> str:
-    if not math.isfinite(value):
-        return "not finite"
-    if value == int(value) and abs(value) < 1e15:
-        return f"{int(value):,}"
-    return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+class _Samples:
+    """The samples in a page: `blocks` and `rows` of groups, `answers` of the steps, and `numbers` of tokens by quantity and step."""
+
+    def __init__(self) -> None:
+        self.blocks: list[str] = []
+        self.rows: list[tuple[Any, ...]] = []
+        self.answers: list[Answer] = []
+        self.solved: list[tuple[Any, ...]] = []
+        self.numbers: dict[str, dict[int, list[NDArray[np.float64]]]] = {}
+
+    def read(self, run: RunSamples, steps: Collection[int], spell: Spell | None, *, marked: Sequence[str]) -> Iterator[str]:
+        """Read the groups of interest of some of `steps`; yield what is left out, and why."""
+        if spell is None:
+            yield "tokens of samples: no tokenizer.json in the model's directory"
+        present = [step for step in run.steps() if step in steps]
+        chosen = spread(present, _MOST_STEPS)
+        if len(chosen) < len(present):
+            yield f"samples of {len(present) - len(chosen)} of {len(present)} steps; --steps A-B shows others"
+        extra = {run.group(name).row["consumed_step"] for name in marked}
+        self.answers, sources = run.answers({*chosen, *extra}), run.sources()
+        self.solved = run_facts.solved_by_source(self.answers, sources)
+        known = {step: facts([one for one in self.answers if one.step == step], run.num_failures(step)) for step in {*chosen, *extra}}
+        wanted = {name: ["marked"] for name in marked}
+        for step in spread_order(chosen):
+            found = labels(known[step])
+            if step == chosen[-1]:
+                found.setdefault(known[step][-1].id, []).append("newest")
+            wanted |= {name: [*wanted.get(name, []), *words] for name, words in found.items()}
+        by_name = {one.id: one for groups in known.values() for one in groups}
+        used, shown = 0, list[tuple[int, str, tuple[Any, ...]]]()
+        for name, words in wanted.items():
+            group = run.group(name)
+            block = pack(group_block(group, words, spell))
+            used += len(block)
+            if used > _BLOCK_BYTES and "marked" not in words:
+                how = "--steps A-B and --group ID choose others"
+                yield f"{len(wanted) - len(shown)} of {len(wanted)} groups: the page has {sized(_BLOCK_BYTES)} for samples; {how}"
+                break
+            shown.append((group.row["consumed_step"], block, _group_row(group, words, by_name[name], sources.get(name, ""))))
+            self._count(group)
+        shown.sort(key=lambda one: -one[0])
+        self.blocks, self.rows = [block for _, block, _ in shown], [row for *_, row in shown]
+
+    def _count(self, group: StoredGroup) -> None:
+        step = group.row["consumed_step"]
+        for sample in group.samples:
+            if sample["token_values"] is not None:
+                for name, values in quantities(sample, step=step).items():
+                    self.numbers.setdefault(QUANTITIES[name][0], {}).setdefault(step, []).append(values[np.isfinite(values)])
 
 
-def _table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Sequence[int]) -> str:
-    """Return an HTML table with the columns `numbers` aligned to the right."""
-    lines = ["".join(f"<th>{html.escape(title)}</th>" for title in titles)] if titles else []
-    for row in rows:
-        kinds = (' class="number"' if index in numbers else "" for index in range(len(row)))
-        lines.append("".join(f"<td{kind}>{html.escape(cell)}</td>" for kind, cell in zip(kinds, row, strict=True)))
-    body = "\n".join(f"<tr>{line}</tr>" for line in lines)
-    return f'<div class="table"><table>{body}</table></div>'
+def _group_row(group: StoredGroup, words: Sequence[str], found: GroupFacts, source: str) -> tuple[Any, ...]:
+    """Return the cells of a group in the table of samples."""
+    row, rewards = group.row, found.rewards
+    numbers = [f"{pick(rewards):.4g}" if rewards else "" for pick in (np.mean, min, max)]
+    names = (row["consumed_step"], ", ".join(words), row["id"], source, row["prompt_text"][:80])
+    return *names, *numbers, found.longest, found.truncated, found.failed, row["rejection"] or "yes"
+
+
+def spread(steps: Sequence[int], most: int) -> list[int]:
+    """Return up to `most` of `steps`, rising, evenly spread with the first and the last."""
+    return [steps[index] for index in sorted({round(place) for place in np.linspace(0, len(steps) - 1, min(most, len(steps)))})]
+
+
+def spread_order(steps: Sequence[int]) -> list[int]:
+    """Return every step, the last, the first and the middle ones in front, so that a cut leaves an even spread."""
+    places = [place for size in range(1, len(steps).bit_length() + 1) for place in np.linspace(0, len(steps) - 1, 2**size + 1).astype(int)]
+    return [steps[-1 - place] for place in dict.fromkeys([0, len(steps) - 1, *places])] if steps else []

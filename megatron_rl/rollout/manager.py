@@ -22,10 +22,11 @@ import numpy as np
 from megatron_rl.config.derived import request_deadline_s, reward_workers, sync_deadline_s
 from megatron_rl.config.order import InOrder
 from megatron_rl.config.settings import Settings
-from megatron_rl.data.batch import make_train_batch
+from megatron_rl.data.batch import batch_samples, make_train_batch
 from megatron_rl.data.buffer import Buffer
 from megatron_rl.data.position import made_by, position_of, rewind
 from megatron_rl.data.source import RunPrompts
+from megatron_rl.data.token_values import TokenValues
 from megatron_rl.data.tokenizer import model_type
 from megatron_rl.engines.client import EngineClient, EnginePart
 from megatron_rl.engines.engine import EngineAddress
@@ -35,6 +36,7 @@ from megatron_rl.errors import UserError, counted
 from megatron_rl.observe.console import PhaseProgress
 from megatron_rl.observe.failures import FailureLog
 from megatron_rl.observe.group_metrics import failure_metrics, rollout_metrics, tail_metrics
+from megatron_rl.observe.groups_of_interest import to_keep
 from megatron_rl.observe.metrics import Mean, Metric, Sum
 from megatron_rl.plugins.kinds import Rollout
 from megatron_rl.rewards.gold import check_gold
@@ -47,7 +49,7 @@ from megatron_rl.rollout.groups import GroupMaker, Score
 from megatron_rl.rollout.opened_rollout import opened_rollout
 from megatron_rl.rollout.production import Production
 from megatron_rl.rollout.sample_checks import without_stale_tokens
-from megatron_rl.types import Failure, Group, Prompt, RewardOutcome, TrainBatch, last_samples
+from megatron_rl.types import Failure, Group, Prompt, RewardOutcome, Sample, TrainBatch, last_samples
 
 MAX_RESAMPLING_ROUNDS = 10
 IDLE_POLL_S = 0.02
@@ -108,6 +110,9 @@ class RolloutManager:
         self.production = self._producing()
         self._returning: set[asyncio.Task[None]] = set()
         self._num_returned = 0  # since the last step
+        self.example: Sample | None = None  # of the newest batch
+        self.looked_at: dict[int, Sample] = {}
+        """Rows of the newest batch with samples whose tokens are kept."""
         self._measured = (0.0, 0, Counter[str]())  # busy seconds, tokens and retries at the end of the last step
 
     def _producing(self) -> Production:
@@ -254,6 +259,10 @@ class RolloutManager:
         """Drop the token arrays of groups to which no kept checkpoint comes back."""
         self._buffer.prune(before_step, keep=self._settings.run.keep_groups)
 
+    async def keep(self, values: TokenValues) -> None:
+        """Keep the values of the tokens of `looked_at`, when they were trained on, for readers of the run."""
+        self._buffer.put_token_values(self.looked_at, values)
+
     async def distrust(self, *, step: int) -> None:
         """Have a resumed run make the samples of the step after `step` steps, and finished ones, anew."""
         self._buffer.distrust(step=step + 1)
@@ -293,7 +302,10 @@ class RolloutManager:
         place = {group_id: number for number, group_id in enumerate(self._buffer.in_order(each.group.id for each in taken))}
         taken.sort(key=lambda each: place[each.group.id])
         kept = [each.group for each in taken if each.kept]
-        batch = make_train_batch(kept or [each.group for each in taken if not each.failed], version=step)
+        trained = kept or [each.group for each in taken if not each.failed]
+        batch, names = make_train_batch(trained, version=step), to_keep(trained, self._settings.run.keep_groups)
+        self.example = last_samples(trained[step % len(trained)].samples)[-1]
+        self.looked_at = {row: sample for row, sample in enumerate(batch_samples(trained)) if sample.group_id in names}
         if not kept:
             # All groups are dropped: there is nothing to train on.
             batch = replace(batch, loss_mask=np.zeros(len(batch.tokens), np.bool_))

@@ -6,7 +6,7 @@ weights to them; `supervised_run.SupervisedRun` reads batches from a file.
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Iterator
+from collections.abc import Collection, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -32,6 +32,7 @@ from megatron_rl.errors import CheckpointError, DeadlineError, EngineDiedError, 
 from megatron_rl.observe.console import PhaseProgress
 from megatron_rl.observe.metrics import Mean, Metric, metric_values
 from megatron_rl.observe.summary import asked_to_end, status_of
+from megatron_rl.observe.visible_text import lines_of
 from megatron_rl.rollout.manager import MAX_RESAMPLING_ROUNDS, RolloutManager
 from megatron_rl.runtime.agreement import Agreement
 from megatron_rl.runtime.colocation import Phase, SharedDevices
@@ -111,13 +112,16 @@ class Run(ABC):
         self._records.add(metrics)
         return batch
 
-    def train(self, batch: TrainBatch, *, step: int, expected: Expected | None = None) -> None:
-        """Optimizer steps on one batch. Raises ParityError for rollout log-probs other than `expected`, before such a step."""
+    def train(self, batch: TrainBatch, *, step: int, expected: Expected | None = None, rows: Collection[int] = ()) -> None:
+        """Optimizer steps on one batch, recording tokens of its sequences `rows`.
+
+        Raises ParityError for rollout log-probs other than `expected`, before such a step.
+        """
         self._finish_save(waits=False)
         self._take_devices(Phase.TRAINING)
         with finishing_first():
             with self._records.phase("train"):
-                self._records.add(*self._ranks.train(batch, step=step, expected=expected))
+                self._records.add(*self._ranks.train(batch, step=step, expected=expected, rows=rows))
             self.trained_steps = step + 1
 
     def saves_after(self, step: int) -> bool:
@@ -352,18 +356,23 @@ class RolloutRun(Run):
         self._take_devices(Phase.SYNC)
         return probe
 
-    def train(self, batch: TrainBatch, *, step: int, expected: Expected | None = None) -> None:
-        """Train on one batch; measure the share of time with busy engines. Raises ParityError with a likely cause."""
+    def train(self, batch: TrainBatch, *, step: int, expected: Expected | None = None, rows: Collection[int] = ()) -> None:
+        """Train on one batch; keep tokens' values, measure the share of time with busy engines. Raises ParityError with its cause."""
         self._take_devices(Phase.TRAINING)
         self._version = None
         start_s, busy_before_s = time.perf_counter(), self._manager.busy_s
         try:
-            super().train(batch, step=step, expected=expected or self._agreement.of_samples(step))
+            limits = expected or self._agreement.of_samples(step)
+            super().train(batch, step=step, expected=limits, rows=rows or list(self._manager.looked_at))
         except ParityError as error:
             self._wait(self._manager.distrust(step=step), name="marking the samples")
             raise self._explained(error, version=step, batch=batch) from error
         overlap_s, train_s = self._manager.busy_s - busy_before_s, time.perf_counter() - start_s
         self._records.add({"rollout/overlap_fraction": Mean(min(overlap_s, train_s), train_s)})
+        self._wait(self._manager.keep(self._ranks.recorded), name="keeping the values of tokens")
+        prints, example = self._settings.observe.print_samples, self._manager.example
+        if prints and not (step + 1) % prints and example is not None:
+            self._records.say(*lines_of(example, step=step + 1))
 
     def save(self, *, step: int, at_the_end: bool = False) -> None:
         """Save as `Run.save`, with the results of all evaluations begun, which are in no later run."""

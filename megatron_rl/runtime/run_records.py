@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from subprocess import Popen
 
 from megatron_rl.checkpoints.run_checkpoints import POLICY_LINK, SETTINGS_FILE, checkpoint_paths
 from megatron_rl.config.settings import RunSettings
@@ -16,15 +17,26 @@ from megatron_rl.observe.metrics import Max, Mean, Metric, merge_metrics, metric
 from megatron_rl.observe.sinks import METRICS_FILE, Sinks
 from megatron_rl.observe.summary import FINISHED, REPORT_FILE, Summary, write_summary
 from megatron_rl.observe.timing import PhaseTimer
-from megatron_rl.runtime.supervisor import run_command
+from megatron_rl.runtime.supervisor import begin_command, run_command
 
 
 class RunRecords:
     """Collects the metrics of a step until `log`; evaluations, phases and memory of the whole run."""
 
     def __init__(
-        self, run: RunSettings, *, console: RunConsole, sinks: Sinks, memory: PeakMemory, timer: PhaseTimer, replay: Path | None = None
+        self,
+        run: RunSettings,
+        *,
+        console: RunConsole,
+        sinks: Sinks,
+        memory: PeakMemory,
+        timer: PhaseTimer,
+        replay: Path | None = None,
+        report_interval: int = 0,
     ) -> None:
+        """`report_interval` are steps between reports while the run goes on, 0: none."""
+        self._report_interval = report_interval
+        self._report: Popen[bytes] | None = None
         self._run, self._console, self._sinks, self._memory, self._timer = run, console, sinks, memory, timer
         self._resume_words = ["--resume"] if replay is None else ["--resume", "--replay", str(replay)]
         self._metrics: list[dict[str, Metric]] = []
@@ -87,6 +99,13 @@ class RunRecords:
         self._metrics, self.logged_steps = [], step
         self._sinks.log(step, values)
         self._console.row(step, values)
+        goes_on = 0 < step < self._run.num_steps
+        if goes_on and self._report_interval and not step % self._report_interval and not self._reports():
+            self._report = begin_command("report", self._run.directory)
+
+    def _reports(self) -> bool:
+        """Return True while a report is being written."""
+        return self._report is not None and self._report.poll() is None
 
     def finish(self, *, steps: int) -> None:
         """Write curves, page and finally the summary of a finished run; print their paths."""
@@ -104,6 +123,10 @@ class RunRecords:
         if not (self._run.directory / METRICS_FILE).exists():
             return
         with self._console.phase("report"):
+            if self._report is not None:
+                # An earlier page must not replace the last one.
+                self._report.kill()
+                self._report.wait()
             try:
                 run_command("report", self._run.directory)
             except UserError as error:

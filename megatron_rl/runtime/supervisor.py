@@ -17,7 +17,7 @@ import subprocess
 import sys
 from collections.abc import Collection
 from contextlib import suppress
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import psutil
 
@@ -28,6 +28,8 @@ from megatron_rl.system.leftovers import adopt_orphans, die_with_parent
 _PARENT_DIED = signal.SIGUSR1
 _PATIENCE = 2
 """Ctrl-C so many times waits for the command; the next one kills it."""
+_LAST = 19
+"""Of the kernel's priorities."""
 _ENDED = mmap.mmap(-1, 1)
 """Memory that the three processes share: not zero when Python has ended the command, not an exit of a library."""
 
@@ -64,6 +66,15 @@ def run_command(*words: object) -> None:
     done = subprocess.run([sys.executable, "-m", "megatron_rl", *map(str, words)], capture_output=True, text=True, check=False)
     if done.returncode:
         raise UserError((done.stderr.strip().splitlines() or [f"it ended with status {done.returncode}"])[-1].removeprefix("megatron-rl: "))
+
+
+def begin_command(*words: object) -> subprocess.Popen[bytes]:
+    """Start another command of this program in a process of its own, behind all others, without output."""
+    quiet: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+    process = subprocess.Popen([sys.executable, "-m", "megatron_rl", *map(str, words)], **quiet)
+    with suppress(OSError):  # it has ended
+        os.setpriority(os.PRIO_PROCESS, process.pid, _LAST)
+    return process
 
 
 def _stand_in_front(supervisor: int, heard: Collection[int]) -> NoReturn:

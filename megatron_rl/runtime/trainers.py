@@ -6,7 +6,7 @@ import itertools
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from functools import cached_property, partial
 from pathlib import Path
@@ -18,15 +18,17 @@ from megatron_rl.algorithms.rounding_limits import Expected
 from megatron_rl.checkpoints import training_state
 from megatron_rl.config.derived import start_deadline_s, step_deadline_s
 from megatron_rl.config.settings import Settings
+from megatron_rl.data.token_values import NOTHING_RECORDED, TokenValues
 from megatron_rl.engines.engine import free_port
 from megatron_rl.errors import UserError
 from megatron_rl.observe.metrics import Metric, merge_metrics
 from megatron_rl.runtime.cluster import Reservation, enter_directory, gpu_order, own_gpus
 from megatron_rl.runtime.watchdog import Watchdog
 from megatron_rl.system.deadlines import RANK_ANSWER_S, RANKS_START_S
+from megatron_rl.training.token_record import TokenRecord
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.training.whole_batch import divide
-from megatron_rl.types import Floats, TrainBatch
+from megatron_rl.types import Floats, Shard, TrainBatch
 from megatron_rl.weights.transport import SenderPlan, Sent, WeightSender
 
 OWNER = "Megatron rank"
@@ -93,6 +95,11 @@ class TrainerWorker:
                 f"a plug-in of the objective raised SystemExit({error.code!r}) in {method}, needs to return, or to raise an Exception"
             ) from error
 
+    def train(self, shard: Shard, *, rows: Collection[int], expected: Expected | None) -> tuple[list[dict[str, Metric]], TokenValues]:
+        """Train on this rank's shard; return its shares of the metrics and of the values of the sequences `rows`."""
+        record = TokenRecord(shard, rows)
+        return self.call("train_shard", shard, expected=expected, record=record), record.values()
+
     def open_sender(self, plan: SenderPlan, *, rank: int) -> None:
         """Open this rank's end of the transport to the engines."""
         assert self._trainer is not None, "started before"
@@ -112,6 +119,7 @@ class TrainerGroup:
         self._watchdog = watchdog
         # Of every rank, once all have started.
         self._dp_ranks: list[int] = []
+        self.recorded = NOTHING_RECORDED
         self._checked: Path | None = None
         self._deaths: list[Future[None]] = []  # of every process, also one that never ran on a node that is lost
         self._holds: list[Future[None]] = []  # the same by rank, once all processes run
@@ -192,15 +200,21 @@ class TrainerGroup:
     def _wait(self, refs: list[ray.ObjectRef], *, name: str) -> list[Any]:
         return self._watchdog.wait(refs, name=name, owner=OWNER, timeout_s=self._step_deadline_s)
 
-    def train(self, batch: TrainBatch, *, step: int, expected: Expected | None = None) -> list[dict[str, Metric]]:
-        """Train on one rollout batch; the merged metrics of each optimizer step. Raises ParityError as `Trainer.train_shard`."""
+    def train(
+        self, batch: TrainBatch, *, step: int, expected: Expected | None = None, rows: Collection[int] = ()
+    ) -> list[dict[str, Metric]]:
+        """Train on one rollout batch; return each optimizer step's merged metrics, `recorded` are values of the sequences `rows`.
+
+        Raises ParityError as `Trainer.train_shard`.
+        """
         training = self._settings.training
         shards = divide(batch, training, seed=self._settings.run.seed + step)
         stored = [ray.put(shard) for shard in shards]
         ranks = zip(self.workers, self._dp_ranks, strict=True)
-        refs = [worker.call.remote("train_shard", stored[dp_rank], expected=expected) for worker, dp_rank in ranks]
-        results = self._wait(refs, name=f"training of step {step + 1}")
-        return [merge_metrics(shares) for shares in zip(*results, strict=True)]
+        refs = [worker.train.remote(stored[dp_rank], rows=rows, expected=expected) for worker, dp_rank in ranks]
+        metrics, values = zip(*self._wait(refs, name=f"training of step {step + 1}"), strict=True)
+        self.recorded = TokenValues.joined(values)
+        return [merge_metrics(shares) for shares in zip(*metrics, strict=True)]
 
     def apply(self, function: Callable[..., Any], /, **arguments: Any) -> list[Any]:
         """Call `function(trainer, **arguments)` in the process of each rank; return the answers in order."""

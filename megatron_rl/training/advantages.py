@@ -19,6 +19,7 @@ from megatron_rl.data.batch import GREEDY_BASELINE
 from megatron_rl.data.trajectories import Trajectories
 from megatron_rl.errors import UserError
 from megatron_rl.training.collectives import sum_over_data_parallel
+from megatron_rl.training.token_record import TokenRecord, token_places
 from megatron_rl.types import Bools, Doubles, Floats, Ints, Shard, TrainBatch
 
 _TOKENS_PER_SEQUENCE = 2**32
@@ -36,7 +37,8 @@ class TokenData:
     within the whole batch under every layout. `trajectory_ids` [B] name each sequence's trajectory
     in the whole batch, and `trajectory_tokens` [B] count its trainable tokens over all ranks; None
     where each sequence is a trajectory. `drawn_log_probs` are the trainer's of the distribution that
-    drew the tokens, None where that is the policy.
+    drew the tokens, None where that is the policy. `record` gets the values of its tokens when they
+    are trained on.
     """
 
     rollout_log_probs: Floats | None
@@ -54,6 +56,7 @@ class TokenData:
     trajectory_ids: Ints | None = None
     trajectory_tokens: Ints | None = None
     drawn_log_probs: Floats | None = None
+    record: TokenRecord | None = None
 
 
 def needs_old_log_probs(objective: Objective, *, num_steps: int) -> bool:
@@ -81,7 +84,7 @@ def make_token_data(
     """
     batch, trajectories = shard.batch, Trajectories.of(shard.all_trajectory_ids)
     own = trajectories.index[shard.rows]
-    offsets = np.arange(len(batch.tokens)) - np.repeat(batch.cu_seqlens[:-1], batch.lengths)
+    rows, offsets = token_places(shard)
     advantages = np.zeros(len(batch.tokens)) if batch.advantages is None else np.where(batch.loss_mask, batch.advantages, 0.0)
     data = TokenData(
         rollout_log_probs=batch.rollout_log_probs,
@@ -91,7 +94,7 @@ def make_token_data(
         advantages=advantages.astype(np.float32),
         weight_versions=batch.weight_versions,
         replayed=None if batch.routed_experts is None else np.roll(batch.routed, 1),
-        token_keys=np.repeat(shard.rows, batch.lengths) * _TOKENS_PER_SEQUENCE + offsets,
+        token_keys=rows * _TOKENS_PER_SEQUENCE + offsets,
         old_values=_own_or(batch.values, None if state_values is None else values_before(state_values), batch),
         teacher_log_probs=teacher,
         trajectory_ids=None if trajectories.single else own,

@@ -194,6 +194,8 @@ class PolicySteps:
                 sequence_sum=sequence_sum,
                 statistics=statistics,
             )
+            if data.record is not None and policy.place.reports:
+                data.record.add(micro_batch, inputs, output.clipped)
             # Without predictions the share must still depend on the head, whose gradient other ranks wait for.
             share = output.loss if len(micro_batch.positions) else output.loss + current.log_prob.sum()
             measured = {**output.metrics, **sampled_metrics(inputs, micro_batch, data, expected, current=current)}

@@ -40,6 +40,7 @@ from megatron_rl.training.offload import PARTS, ModelMemory, Part
 from megatron_rl.training.resting import RestingWeights, trained_tensors
 from megatron_rl.training.step import Gradients, PolicySteps
 from megatron_rl.training.teacher import Teacher
+from megatron_rl.training.token_record import TokenRecord
 from megatron_rl.training.topology import Place, Topology, shutdown
 from megatron_rl.training.trained_model import build_trained_model, model_dtype
 from megatron_rl.training.whole_batch import check_same_everywhere, divide, merge_over_ranks
@@ -207,10 +208,10 @@ class Trainer:
         shards = divide(batch, self._training, seed=self._seed + number)
         return merge_over_ranks(self.train_shard(shards[self.dp_rank]))
 
-    def train_shard(self, shard: Shard, *, expected: Expected | None = None) -> list[dict[str, Metric]]:
-        """Train on this rank's `shard`; return its share of the metrics. Raises ParityError as `expected`."""
+    def train_shard(self, shard: Shard, *, expected: Expected | None = None, record: TokenRecord | None = None) -> list[dict[str, Metric]]:
+        """Train on this rank's `shard`; return its share of the metrics. `record` gets its tokens' values. Raises ParityError."""
         self._let_go_of_state()
-        parts, data = self._prepare(shard, entropy=None if expected is None else expected.entropy)
+        parts, data = self._prepare(shard, record, entropy=None if expected is None else expected.entropy)
         metrics = []
         for number, (part, totals) in enumerate(zip(parts, shard.totals, strict=True)):
             known = expected if not number or data.old_log_probs is not None else None  # by the engines' weights
@@ -267,7 +268,9 @@ class Trainer:
                 "forward_backward takes all sequences of an optimizer step, whose micro-batches it makes itself)"
             )
 
-    def _prepare(self, shard: Shard, *, entropy: EntropyAware | None = None) -> tuple[list[list[MicroBatch]], TokenData]:
+    def _prepare(
+        self, shard: Shard, record: TokenRecord | None = None, *, entropy: EntropyAware | None = None
+    ) -> tuple[list[list[MicroBatch]], TokenData]:
         """Return each step's micro-batches, and the shard's token data, drawn by `entropy` if given. UserError for a misfit."""
         check_fits(shard.batch, self._spec)
         check_batch(self._objective, shard.batch, rewards=shard.all_rewards, trajectory_ids=shard.all_trajectory_ids)
@@ -291,7 +294,7 @@ class Trainer:
             self._objective, shard, old=old, reference=reference, state_values=state_values, teacher=teacher,
             kl_reward_coef=self._steps.kl_reward_coef,
         )  # fmt: skip
-        return parts, dataclasses.replace(data, drawn_log_probs=drawn)
+        return parts, dataclasses.replace(data, drawn_log_probs=drawn, record=record)
 
     def trained_models(self) -> dict[str, TrainedModel]:
         """Return the trained models by checkpoint name: `policy` and, for ppo, `critic`."""

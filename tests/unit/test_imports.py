@@ -167,7 +167,7 @@ def test_every_import_is_declared() -> None:
     setup = ast.parse((PACKAGE.parent / "setup.py").read_text(encoding="utf-8"))
     lists = [node.value for node in setup.body if isinstance(node, ast.Assign)]
     words = [node.value for value in lists for node in ast.walk(value) if isinstance(node, ast.Constant)]
-    names = {"gpu", "tasks", "test", "wandb"}
+    names = {"gpu", "report", "tasks", "test", "wandb"}
     declared = {canonicalize_name(Requirement(word).name) for word in words if word not in names}
     declared.add("pydantic-core")  # the half of pydantic that its exact pin brings along
     missing = [f"{distribution} ({path})" for distribution, path in third_party_distributions().items() if distribution not in declared]

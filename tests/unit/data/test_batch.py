@@ -4,7 +4,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_rl.data.batch import make_train_batch
+from megatron_rl.data.batch import batch_samples, make_train_batch
 from megatron_rl.errors import UserError
 from megatron_rl.types import Group, Prompt, Reward, RewardOutcome, Sample, StopReason
 
@@ -102,6 +102,20 @@ def test_samples_of_a_trajectory_are_adjacent_with_own_prompts() -> None:
     assert batch.routed_experts is not None
     assert batch.routed.tolist() == [*[True] * 3, False, *[True] * 6, False, *[True] * 2, False, False, False]
     assert batch.routed_experts[batch.routed, 0, 0].tolist() == [3] * 3 + [6] * 6 + [2] * 2
+
+
+def test_each_row_of_a_batch_names_its_sample(make_group: Any) -> None:
+    groups = [make_group("a", num_samples=3), make_group("b", num_samples=4, length=7)]
+    whole = tuple(
+        replace(sample, trajectory=index // 2) for index, sample in enumerate(make_group("c", num_samples=4, scored=True).samples)
+    )
+    whole = tuple(replace(sample, reward=whole[0].reward) for sample in (whole[2], whole[0], whole[3], whole[1]))
+    groups.append(replace(groups[0], id="c", samples=whole))
+    batch, samples = make_train_batch(groups), batch_samples(groups)
+    assert len(samples) == batch.num_sequences == 2 + 3 + 4
+    for row, sample in enumerate(samples):
+        ids = np.concatenate([sample.prompt.token_ids, sample.response_ids])
+        np.testing.assert_array_equal(batch.tokens[batch.cu_seqlens[row] : batch.cu_seqlens[row + 1]], ids)
 
 
 def test_samples_of_a_trajectory_with_other_rewards_are_refused() -> None:

@@ -371,9 +371,9 @@ def test_files_that_are_no_buffer_are_refused(tmp_path: Path) -> None:
     newer = tmp_path / "newer.sqlite"
     Buffer(newer).close()
     connection = sqlite3.connect(newer)
-    connection.execute("pragma user_version = 11")
+    connection.execute("pragma user_version = 12")
     connection.close()
-    with pytest.raises(UserError, match="schema version 11"):
+    with pytest.raises(UserError, match="schema version 12"):
         Buffer(newer)
     with pytest.raises(UserError, match="a part of this path is a file"):
         Buffer(text / "buffer.sqlite")

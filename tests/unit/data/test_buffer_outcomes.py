@@ -7,10 +7,12 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from buffer_parts import assert_same, done, fill, take_done
 
 from megatron_rl.data.buffer import Buffer, BufferCounts
+from megatron_rl.data.token_values import TOKEN_VALUES, TokenValues
 from megatron_rl.errors import UserError
 from megatron_rl.types import Failure
 
@@ -65,6 +67,21 @@ def test_prune_keeps_some_groups_of_each_step_whole(buffer: Buffer, make_group: 
     buffer.prune(3, keep=0)
     assert buffer._connection.execute(query).fetchall()[-1] == ("f", 1, 0)
     assert buffer._connection.execute(query).fetchall()[:2] == [("a", 2, 1), ("b", 2, 1)], "what was kept stays"
+
+
+def test_prune_keeps_groups_with_values_of_tokens_first(buffer: Buffer, make_group: Any) -> None:
+    groups = [make_group(name, scored=True) for name in "abc"]
+    fill(buffer, groups)
+    take_done(buffer, 3, step=1)
+    (sample, *_) = groups[1].samples
+    begin = len(sample.prompt.token_ids)
+    values = TokenValues(np.array([7]), np.array([begin]), np.ones((len(TOKEN_VALUES), 1), np.float32))
+    buffer.put_token_values({7: sample, 8: groups[2].samples[0]}, values)
+    buffer.prune(1, keep=1)
+    query = "SELECT group_id, sum(response_ids IS NOT NULL), sum(token_values IS NOT NULL) FROM samples GROUP BY 1"
+    assert buffer._connection.execute(query).fetchall() == [("a", 0, 0), ("b", 2, 1), ("c", 0, 0)]
+    buffer.rewind(0)
+    assert buffer._connection.execute("SELECT count(token_values) FROM samples").fetchall() == [(0,)], "new samples have none"
 
 
 @pytest.fixture

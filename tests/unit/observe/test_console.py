@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from megatron_rl.observe.console import SUPERVISED_COLUMNS, RunConsole, rl_columns
+from megatron_rl.observe.console import SUPERVISED_COLUMNS, RunConsole, rl_columns, short_time
 from megatron_rl.observe.metrics import metric_info
 
 COLUMNS = rl_columns(("greedy", "sampled", "third"), keeps_reference=True)
@@ -23,8 +23,8 @@ ROW = {
     "train/entropy": 1.25,
     "train/grad_norm": float("nan"),
     "train/log_prob_diff": 3.2e-6,
-    "rollout/tokens_per_second": 12345.6,
-    "time/rollout": 1.5,
+    "rollout/truncated_fraction": 0.25,
+    "time/rollout_wait": 1.5,
 }
 
 
@@ -39,13 +39,39 @@ def test_rows_line_up_under_a_header_that_comes_back() -> None:
     with RunConsole(150, columns=COLUMNS, stream=stream) as console:
         for step in range(21):
             console.row(step, ROW if step else {})
-    lines = stream.getvalue().splitlines()
+    lines = [line for line in stream.getvalue().splitlines() if not line.startswith("note")]
     headers = [index for index, line in enumerate(lines) if "reward" in line]
     assert headers == [0, 21] and len(lines) == 23
     assert len({len(line) for line in lines}) == 1
-    assert lines[2].split() == ["1/150", "0.457", "0.900", "1.250", "3.2e-06", "nan", "12,346", "1.50"]
+    assert lines[2].split() == ["1/150", "0.457", "0.900", "1.250", "3.2e-06", "!25%", "1.50", "0s"]
     assert lines[2].index("0.457") + 5 == lines[0].index("reward") + 6
     assert len(lines[0]) <= 80 and "sampled" not in lines[0]
+
+
+def test_times_take_six_characters() -> None:
+    cases = {0: "0s", 59.4: "59s", 59.6: "1m00s", 725: "12m05s", 12300: "3h25m", 187200: "2d04h", 86399: "23h59m"}
+    assert {seconds: short_time(seconds) for seconds in cases} == cases
+
+
+def test_the_time_left_is_that_at_the_pace_of_all_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, now = io.StringIO(), [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    console = RunConsole(50, columns=COLUMNS, stream=stream)
+    for step, seconds in ((10, 0.0), (11, 30.0), (14, 10.0)):
+        now[0] += seconds
+        console.row(step, {})
+    assert [line.split()[1:] for line in stream.getvalue().splitlines()[1:]] == [[], ["19m30s"], ["6m00s"]]
+
+
+def test_a_run_of_any_columns_is_ascii_in_80_columns() -> None:
+    for columns in (COLUMNS, SUPERVISED_COLUMNS, rl_columns(("a long name",), keeps_reference=True)):
+        stream = io.StringIO()
+        console = RunConsole(10000, columns=columns, stream=stream)
+        names = [name for column in columns for name in column.metrics]
+        console.row(1, dict.fromkeys(names, 0.05))
+        console.row(2, dict.fromkeys(names, 0.05))
+        rows = [line for line in stream.getvalue().splitlines() if not line.startswith("note")]
+        assert len(rows) == 3 and stream.getvalue().isascii() and max(map(len, rows)) <= 80
 
 
 def test_a_wide_terminal_gets_all_columns(monkeypatch: pytest.MonkeyPatch) -> None:

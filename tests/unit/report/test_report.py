@@ -1,6 +1,7 @@
 import base64
+import json
 import math
-import re
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,21 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
+from written_run import group, metrics_of, write_run
 
+from megatron_rl.checkpoints.run_checkpoints import SETTINGS_FILE
+from megatron_rl.config.load import load_settings
 from megatron_rl.config.settings import ObserveSettings
+from megatron_rl.errors import UserError
+from megatron_rl.evaluation.evaluator import EVALUATION_DIRECTORY
+from megatron_rl.observe.groups_of_interest import Answer
 from megatron_rl.observe.metrics import metric_info
 from megatron_rl.observe.sinks import Sinks
 from megatron_rl.observe.summary import Summary, write_summary
+from megatron_rl.report import page as page_module
 from megatron_rl.report.curves import PANELS, _draw_panel, _smooth, draw_curves, drawable
 from megatron_rl.report.page import report_run
+from megatron_rl.report.run_facts import changed_settings, solved_by_source
 
 
 class Tags(HTMLParser):
@@ -27,7 +36,7 @@ class Tags(HTMLParser):
         self.sources: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag not in ("meta", "img"):
+        if tag not in ("meta", "img", "input"):
             self.open.append(tag)
         self.sources += [value or "" for name, value in attrs if name in ("src", "href")]
 
@@ -42,7 +51,8 @@ def log_run(directory: Path, *, num_steps: int) -> None:
             sinks.log(step, metrics | ({"eval/greedy/accuracy": 0.5 + 0.01 * step} if step % 2 == 0 else {}))
 
 
-def test_report_is_one_self_contained_page_with_the_picture(tmp_path: Path) -> None:
+def test_without_the_extra_the_page_has_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_module, "_charts", lambda: None)
     directory = tmp_path / "A <b> & c"
     log_run(directory, num_steps=5)
     seconds = {"<1>": 2.0}
@@ -54,11 +64,11 @@ def test_report_is_one_self_contained_page_with_the_picture(tmp_path: Path) -> N
     tags.feed(page)
     assert tags.open == []
     assert "A &lt;b&gt; &amp; c" in page and "&lt;1&gt;" in page and "a &amp;&amp; b" in page and "<b>" not in page
-    (source,) = tags.sources
+    (source,) = (source for source in tags.sources if not source.startswith("#"))
+    assert "pip install &#39;megatron-rl[report]&#39;" in page and "buffer.sqlite does not exist" in page, "what is left out, and why"
     picture = (directory / "curves.png").read_bytes()
     assert base64.b64decode(source.removeprefix("data:image/png;base64,")) == picture
-    assert re.search(r"eval/greedy/accuracy</td>\s*<td class=\"number\">0.5</td>\s*<td class=\"number\">0.54</td>", page)
-    assert '<td class="number">12,346</td>' in page
+    assert "<td>eval/greedy/accuracy</td><td>0.5</td><td>0.54</td>" in page and "<td>12,346</td>" in page
     assert picture.startswith(b"\x89PNG")
 
 
@@ -72,7 +82,7 @@ def test_a_last_value_beyond_its_healthy_range_is_marked(tmp_path: Path) -> None
     with Sinks(tmp_path, ObserveSettings()) as sinks:
         sinks.log(1, {"rollout/truncated_fraction": 1.0, "rollout/zero_variance_fraction": 0.25, "rollout/reward": 0.5})
     page = report_run(tmp_path).read_text()
-    assert re.search(r"rollout/truncated_fraction</td>\s*<td class=\"number\">1</td>\s*<td class=\"number\">1 \N{WARNING SIGN}</td>", page)
+    assert "<td>rollout/truncated_fraction</td><td>1</td><td>1 \N{WARNING SIGN}</td>" in page
     assert page.count("\N{WARNING SIGN}") == 1
 
 
@@ -118,3 +128,94 @@ def test_smoothing_keeps_a_straight_line_and_halves_noise() -> None:
 def test_smoothing_stays_in_the_range_of_the_data(values: list[float]) -> None:
     smoothed = _smooth(values, width=4)
     assert min(values) <= min(smoothed) and max(smoothed) <= max(values)
+
+
+def specs_of(page: Path) -> dict[str, Any]:
+    """The charts of a page, by name."""
+    _, _, rest = page.read_text().partition('<script type="application/json" id="specs">')
+    found = json.loads(rest.partition("</script>")[0])
+    return {name: spec for charts in found.values() for name, spec in charts.items()}
+
+
+def test_names_of_files_are_those_of_their_writers() -> None:
+    assert (page_module.SETTINGS_FILE, page_module.EVALUATION_DIRECTORY) == (SETTINGS_FILE, EVALUATION_DIRECTORY)
+
+
+@pytest.mark.parametrize("package", ["altair", "vl_convert", "itables"])
+def test_charts_need_all_of_the_extra_and_no_other_package_is_forgiven(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "megatron_rl.report.charts", raising=False)
+    monkeypatch.delattr("megatron_rl.report.charts", raising=False)
+    monkeypatch.setitem(sys.modules, package, None)
+    assert page_module._charts() is None
+    monkeypatch.undo()
+    monkeypatch.delitem(sys.modules, "megatron_rl.report.charts", raising=False)
+    monkeypatch.delattr("megatron_rl.report.charts", raising=False)
+    monkeypatch.setitem(sys.modules, "megatron_rl.observe.metrics", None)
+    with pytest.raises(ImportError):
+        page_module._charts()
+
+
+def test_a_page_of_200_steps_has_all_parts_within_3_megabytes(tmp_path: Path) -> None:
+    pytest.importorskip("altair")
+    texts = [f"answer {number} " * 40 for number in range(4)]
+    steps = [[group(f"0-{8 * step + one}", texts, [0.0, 1.0, 0.25 * (one % 4), None]) for one in range(3)] for step in range(200)]
+    directory = write_run(tmp_path / "run", steps)
+    page = report_run(directory)
+    assert page.stat().st_size < 3_000_000
+    text, specs = page.read_text(), specs_of(page)
+    titles = ("Reward, mean of the batch", "seconds", "Use of the engines' memory", "Held-out accuracy", "Rewards", "Staleness, versions")
+    for title in titles:
+        assert f'data-spec="{title}"'.replace("engines'", "engines&#39;") in text and title in specs, title
+    assert "tokens of kept groups: entropy" in {name.lower() for name in specs}
+    (rewards,) = (one["data"]["values"] for one in (specs["Reward, mean of the batch"],))
+    assert len(rewards) == 201 and rewards[3]["v"] == pytest.approx(metrics_of(3)["rollout/reward"], rel=1e-4)
+    band, line = specs["Truncated answers, share"]["layer"]
+    assert band["data"]["values"] == [{"low": 0.0, "high": 0.1}] and len(line["data"]["values"]) == 201
+    assert "samples of 160 of 200 steps; --steps A-B shows others" in text
+    assert "<td>0</td><td>held</td><td>accuracy</td><td>0.5</td><td>0.4</td><td>0.625</td><td>9 prompts</td>" in text
+    assert "<th>reward.function</th><td>&#34;m:f&#34;</td>" in text and "200 of 100" in text
+
+
+def test_steps_and_marked_groups_choose_what_is_sent_around(tmp_path: Path) -> None:
+    steps = [[group(f"{step}-{one}", ["a", "b"], [0.0, float(one)]) for one in range(6)] for step in range(8)]
+    directory = write_run(tmp_path / "run", steps, rejections={"2-5": "no signal <&>"})
+    out = tmp_path / "some.html"
+    assert report_run(directory, between=(3, 4), out=out, marked=["7-2"]) == out
+    assert not (directory / "curves.png").exists() and not (directory / "report.html").exists()
+    text = out.read_text()
+    rows = [[cell.removesuffix("</td>") for cell in row.split("<td>")[1:]] for row in text.split('<tr data-group="')[1:]]
+    assert {row[0] for row in rows} == {"8", "4", "3"} and rows[0][1:3] == ["marked", "7-2"]
+    by_name = {row[2]: row for row in rows}
+    assert by_name["2-0"][1] == "worst, longest" and by_name["2-5"][1] == "best"
+    assert by_name["2-5"][-1].startswith("no signal &lt;&amp;&gt;") and by_name["2-0"][-1].startswith("yes")
+    assert by_name["2-5"][5:8] == ["2.5", "0", "5"], "mean, least and most of the rewards"
+    with pytest.raises(UserError, match="no group '9-9' was trained on"):
+        report_run(directory, out=out, marked=["9-9"])
+    with pytest.raises(UserError, match="no metrics to draw between steps 20 and 30"):
+        report_run(directory, between=(20, 30))
+
+
+def test_prompts_are_solved_always_or_never_by_source() -> None:
+    given = {"0-1": [1.0, 1.0], "1-1": [1.0], "0-2": [0.0, 1.0], "0-3": [0.0, 0.5], "0-4": [0.5, 0.5], "0-5": [1.0, 0.0]}
+    answers = [Answer(1, name, None, index, reward, "stop", 3) for name, rewards in given.items() for index, reward in enumerate(rewards)]
+    sources = {"0-4": "b", "0-5": "b"}
+    assert solved_by_source(answers, sources) == [("all", 3, 1, 1, "0.6429"), ("b", 2, 0, 1, "0.5")]
+    assert solved_by_source(answers[:3], {}) == [], "of one reward alone nobody knows whether it is a good one"
+
+
+def test_settings_other_than_the_defaults_are_named() -> None:
+    words = ("run.directory=r", "model.path=m", "data.train=t", "reward.function=m:f", "run.keep_groups=9", "run.seed=7")
+    changed = dict(changed_settings(load_settings(None, words)))
+    assert changed["run.keep_groups"] == "9" and changed["run.seed"] == "7" and changed["run.directory"] == '"r"'
+    assert "run.num_steps" not in changed and "rollout.num_engines" not in changed
+
+
+def test_a_broken_run_is_shown_with_what_is_left(tmp_path: Path) -> None:
+    directory = write_run(tmp_path / "run", [[group("0-1", ["a"], [1.0])]])
+    (directory / "settings.yaml").write_text("run: [nonsense")
+    (directory / "buffer.sqlite").write_bytes(b"torn")
+    (directory / "evaluation" / "step-000000" / "held.json").write_text('{"estimates": {"accuracy"')
+    (directory / "metrics.jsonl").open("a").write('{"step": 2, "rollout/re')
+    text = report_run(directory).read_text()
+    assert "settings: " in text and "buffer.sqlite cannot be read" in text and "the run goes on, or was killed" in text
+    assert "Held-out accuracy" not in text

@@ -27,6 +27,7 @@ from run_parts import Rewards
 
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.source import RunPrompts
+from megatron_rl.data.token_values import TOKEN_VALUES, TokenValues
 from megatron_rl.engines.answers import Generation
 from megatron_rl.engines.sampling import Sampling
 from megatron_rl.errors import EngineError, UserError
@@ -219,6 +220,31 @@ def test_the_buffer_separates_trained_from_dropped_groups(make_settings: Callabl
     assert [sum(trained for at, trained, _ in rows if at == step) for step in (1, 2, 3)] == [PROMPTS_PER_STEP] * 3
     rejected = [reason for _, trained, reason in rows if not trained]
     assert rejected and set(rejected) == {NO_SIGNAL}
+
+
+def test_values_of_tokens_go_to_the_samples_of_their_rows(make_settings: Callable[..., Settings], tmp_path: Path) -> None:
+    async def run() -> None:
+        Client.engine = engine = Engine(seed=0)
+        async with opened(make_settings("objective.zero_variance=resample", "run.keep_groups=2"), tmp_path / "buffer.sqlite") as manager:
+            batch, _ = await step_of(manager, engine, 0)
+            rows, row_of = list(manager.looked_at), np.repeat(np.arange(batch.num_sequences), batch.lengths)
+            assert len({sample.group_id for sample in manager.looked_at.values()}) == 2 and len(rows) == 4
+            for row, sample in manager.looked_at.items():
+                start = batch.cu_seqlens[row] + batch.prompt_lengths[row]
+                np.testing.assert_array_equal(batch.tokens[start : batch.cu_seqlens[row + 1]], sample.response_ids)
+            chosen = np.flatnonzero(np.isin(row_of, rows) & batch.loss_mask)
+            offsets = chosen - batch.cu_seqlens[row_of[chosen]]
+            values = np.tile(batch.tokens[chosen].astype(np.float32), (len(TOKEN_VALUES), 1))
+            await manager.keep(TokenValues(row_of[chosen], offsets, values))
+
+    asyncio.run(run())
+    with sqlite3.connect(tmp_path / "buffer.sqlite") as connection:
+        found = connection.execute("SELECT response_ids, loss_mask, token_values FROM samples WHERE token_values IS NOT NULL").fetchall()
+    assert len(found) == 4
+    for ids, mask, values in found:
+        table = np.frombuffer(values, "<f4").reshape(len(TOKEN_VALUES), -1)
+        expected = np.where(np.frombuffer(mask, "?"), np.frombuffer(ids, "<i4"), np.nan)
+        np.testing.assert_array_equal(table, np.tile(expected, (len(TOKEN_VALUES), 1)))
 
 
 FILTERS = """

@@ -73,6 +73,7 @@ def make_run(tmp_path: Path, calls: Calls, watchdog: Watchdog, tiny_model: Calla
             sinks=Sinks(directory, settings.observe, first_step=step, row=row),
             memory=SimpleNamespace(peak_bytes=5),  # type: ignore[arg-type]
             timer=PhaseTimer(),
+            report_interval=settings.observe.report_interval,
         )
         ranks: Any = Ranks(calls, written=written, save_error=save_error)
         if source is not None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.algorithms.rounding_limits import Expected
+from megatron_rl.data.token_values import NOTHING_RECORDED, TokenValues
 from megatron_rl.engines.answers import Generation
 from megatron_rl.engines.engine import EngineAddress
 from megatron_rl.engines.engine_pool import EnginePool
@@ -36,6 +37,7 @@ class Manager:
     log_prob = 0.0
     renewed_at = -1
     read: str | None = "synced"
+    example = None
 
     def __init__(self, calls: Calls, *, fails_at: int | None, error: BaseException | None) -> None:
         self.calls = calls
@@ -45,6 +47,7 @@ class Manager:
         self.pool = EnginePool([self], max_requests=1)  # type: ignore[list-item]
         self._fails_at, self._error = fails_at, error
         self._head = "made up"
+        self.looked_at: dict[int, Any] = {}
 
     async def next_batch(self, step: int, *, progress: object) -> tuple[str, dict[str, Metric]]:
         self.calls.append(("rollout", step))
@@ -82,6 +85,9 @@ class Manager:
 
     async def distrust(self, *, step: int) -> None:
         self.calls.append(("distrust", step))
+
+    async def keep(self, values: TokenValues) -> None:
+        assert values is NOTHING_RECORDED
 
     async def forget(self, *, before_step: int) -> None:
         self.calls.append(("forget", before_step))
@@ -125,12 +131,13 @@ class Ranks:
     """Megatron ranks."""
 
     answers = True
+    recorded = NOTHING_RECORDED
 
     def __init__(self, calls: Calls, *, written: bool = True, save_error: Exception | None = None) -> None:
         self.calls = calls
         self.written, self.save_error = written, save_error
 
-    def train(self, batch: str, *, step: int, expected: Expected | None) -> list[dict[str, Metric]]:
+    def train(self, batch: str, *, step: int, expected: Expected | None, rows: Any = ()) -> list[dict[str, Metric]]:
         assert expected is None or expected.version == step
         self.expected = expected
         self.calls.append(("train", batch, step))

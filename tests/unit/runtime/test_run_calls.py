@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from megatron_rl.observe.metrics import Metric, Sum
 from megatron_rl.observe.sinks import METRICS_FILE, read_metrics
 from megatron_rl.observe.summary import read_summary
 from megatron_rl.report.page import report_run
-from megatron_rl.runtime import agreement, watchdog
+from megatron_rl.runtime import agreement, run_records, watchdog
 from megatron_rl.runtime.loop import train_loop
 from megatron_rl.runtime.run_evaluations import generation_deadline_s
 from megatron_rl.types import Floats, Group, Prompt, Reward, RewardOutcome, Sample, StopReason, TrainBatch
@@ -205,10 +206,36 @@ def test_a_report_can_be_made_at_any_time(make_run: MakeRun, tmp_path: Path) -> 
         report_run(tmp_path / "run")
 
 
+def test_a_run_writes_reports_meanwhile_and_prints_samples(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begun, killed = list[tuple[Any, ...]](), list[int]()
+
+    def begin(*words: Any) -> Any:
+        begun.append(words)
+        number = len(begun)
+        # The first goes on for one more question.
+        polls = iter([None, 0] if number == 1 else [0, 0, 0, 0])
+        return SimpleNamespace(poll=lambda: next(polls), kill=lambda: killed.append(number), wait=lambda: None)
+
+    monkeypatch.setattr(run_records, "begin_command", begin)
+    prompt = Prompt("0-7", np.array([1]), "two and two\x1b[31m", label="4")
+    monkeypatch.setattr(Manager, "example", Sample.written(prompt, [1, 2], text="five"))
+    run = make_run("run.num_steps=9", "run.save_interval=0", "observe.report_interval=2", "observe.print_samples=3")
+    train_loop(run, first_step=0)
+    run.finish()
+    directory = run._directory  # type: ignore[attr-defined]
+    assert begun == [("report", directory)] * 3 and killed == [3], "after steps 2, 6 and 8; at step 4 the first was being written"
+    lines = capsys.readouterr().out.splitlines()
+    (titles,) = [[line for line in lines if re.match(r"step \d+: no reward", line)]]
+    assert titles == [f"step {step}: no reward, 2 tokens, ended by stop, group '0-7'" for step in (3, 6, 9)]
+    assert lines.count("    prompt  two and two\\x1b[31m") == lines.count("    answer  five") == 3
+
+
 def test_a_run_measures_engine_time_and_its_overlap(
     make_run: MakeRun, calls: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def train(self: Ranks, batch: str, *, step: int, expected: Expected | None) -> list[dict[str, Metric]]:
+    def train(self: Ranks, batch: str, *, step: int, expected: Expected | None, rows: Any = ()) -> list[dict[str, Metric]]:
         Manager.busy_s += 3600.0 if step == 0 else 0.0
         return []
 
@@ -243,7 +270,7 @@ def test_samples_that_disagree_end_the_run_with_the_likeliest_cause(
         wrong_T = off_by * (-1) ** np.repeat(np.arange(batch.num_sequences), batch.lengths)
         return (wrong_T * (1.0 if right_at is None else temperature - right_at)).astype(np.float32)
 
-    def train(self: Ranks, batch: TrainBatch, *, step: int, expected: Expected | None) -> list[dict[str, Metric]]:
+    def train(self: Ranks, batch: TrainBatch, *, step: int, expected: Expected | None, rows: Any = ()) -> list[dict[str, Metric]]:
         assert expected is not None and expected.version == step and expected.limits.outlier == pytest.approx(1e-3 / 0.8)
         raise ParityError("step 5: engine and trainer disagree about the samples")
 

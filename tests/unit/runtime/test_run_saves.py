@@ -68,7 +68,7 @@ def test_a_step_that_cannot_be_trained_on_leaves_no_checkpoint(make_run: MakeRun
         if step == 2:
             raise UserError("the loss has no gradient")
 
-    monkeypatch.setattr(Ranks, "train", lambda self, batch, step, expected: fail(self, batch, step=step) or [])
+    monkeypatch.setattr(Ranks, "train", lambda self, batch, step, **_: fail(self, batch, step=step) or [])
     run = make_run("run.num_steps=9", "run.save_interval=0")
     with pytest.raises(UserError) as caught:
         train_loop(run, first_step=0)

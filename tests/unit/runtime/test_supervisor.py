@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from megatron_rl.errors import UserError
-from megatron_rl.runtime.supervisor import run_command
+from megatron_rl.runtime.supervisor import begin_command, run_command
 
 START = """
 import os, signal, subprocess, sys, time
@@ -143,6 +143,9 @@ def test_a_command_of_its_own_says_why_it_failed(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/loss": 0.5}\n')
     run_command("report", tmp_path)
     assert (tmp_path / "report.html").exists()
+    with begin_command("report", tmp_path) as behind:
+        assert os.getpriority(os.PRIO_PROCESS, behind.pid) == 19
+        behind.kill()
 
 
 def test_an_exit_of_a_library_is_told(tmp_path: Path) -> None:

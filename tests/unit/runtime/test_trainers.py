@@ -4,7 +4,7 @@ import concurrent.futures
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from ray.exceptions import RayActorError
 from megatron_rl.algorithms.rounding_limits import FLOAT32, Expected
 from megatron_rl.config.load import load_settings
 from megatron_rl.data.packing import Shard, make_shards
+from megatron_rl.data.token_values import TOKEN_VALUES, TokenValues
 from megatron_rl.errors import DeadlineError, UserError, WorkerDiedError
 from megatron_rl.observe.metrics import Metric, Sum, metric_values
 from megatron_rl.runtime import trainers as module
@@ -90,10 +91,12 @@ class Worker:
     def call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
         return getattr(self, method)(*arguments, **keywords)
 
-    def train_shard(self, shard: Shard, *, expected: Expected | None) -> list[dict[str, Metric]]:
+    def train(self, shard: Shard, *, rows: Collection[int], expected: Expected | None) -> tuple[list[dict[str, Metric]], TokenValues]:
         assert expected == EXPECTED
         self.shards.append(shard)
-        return [{"train/loss": Sum(float(int(self.gpus[0]) + 10 * step))} for step in range(len(shard.steps))]
+        number = int(self.gpus[0])
+        losses = [{"train/loss": Sum(float(number + 10 * step))} for step in range(len(shard.steps))]
+        return losses, TokenValues(np.array(rows), np.array([number]), np.full((len(TOKEN_VALUES), 1), number, np.float32))
 
 
 def call(method: Callable[..., Any]) -> types.SimpleNamespace:
@@ -102,7 +105,7 @@ def call(method: Callable[..., Any]) -> types.SimpleNamespace:
 
 def make_actor() -> types.SimpleNamespace:
     worker = Worker()
-    methods = {name: call(getattr(worker, name)) for name in ("take_place", "check", "start", "address", "call")}
+    methods = {name: call(getattr(worker, name)) for name in ("take_place", "check", "start", "address", "call", "train")}
     return Actor(worker=worker, hold=types.SimpleNamespace(remote=Endless), **methods)
 
 
@@ -188,7 +191,8 @@ def test_an_exit_of_a_plug_in_on_a_rank_is_a_sentence() -> None:
 
 def test_a_rank_trains_on_its_data_parallel_sequences(group: TrainerGroup) -> None:
     batch = make_batch([4, 7, 2, 9, 3, 5, 6])
-    steps = group.train(batch, step=3, expected=EXPECTED)
+    steps, values = group.train(batch, step=3, expected=EXPECTED, rows=[2]), group.recorded
+    assert values.rows.tolist() == [2] * 4 and values.offsets.tolist() == values.values[0].tolist() == [9.0, 10.0, 4.0, 5.0]
     # The budget of a micro-batch is that of each context-parallel rank.
     expected = make_shards(batch, dp=2, optimizer_steps=2, max_tokens_per_micro_batch=6, seed=8, cp=2)
     shards = [worker.worker.shards[0] for worker in group.workers]

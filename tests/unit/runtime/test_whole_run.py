@@ -199,7 +199,7 @@ def test_a_run_ended_from_outside_continues_by_the_same_command(
 ) -> None:
     own = Ranks.train
 
-    def train(self: Ranks, batch: TrainBatch, *, step: int, expected: Expected | None) -> list[dict[str, Metric]]:
+    def train(self: Ranks, batch: TrainBatch, *, step: int, expected: Expected | None, rows: Any = ()) -> list[dict[str, Metric]]:
         if step == 1:
             raise error
         return own(self, batch, step=step, expected=expected)
@@ -241,7 +241,7 @@ def test_a_run_ended_before_training_trains_after_the_resume(
     trained: list[tuple[int, list[int]]] = []
     ends = [SystemExit(143)]
 
-    def train(self: Ranks, batch: TrainBatch, *, step: int, expected: Expected | None) -> list[dict[str, Metric]]:
+    def train(self: Ranks, batch: TrainBatch, *, step: int, expected: Expected | None, rows: Any = ()) -> list[dict[str, Metric]]:
         trained.append((step, batch.tokens[batch.cu_seqlens[:-1]].tolist()))
         if step == 1 and ends:
             raise ends.pop()
@@ -343,7 +343,7 @@ def test_a_run_whose_ranks_die_starts_new_ones_by_itself(
         asked.extend([Client.version] * (num_samples == 2))
         return await generate(self, token_ids, num_samples=num_samples, **arguments)
 
-    def train(self: Ranks, batch: TrainBatch, *, step: int, expected: Expected | None) -> list[dict[str, Metric]]:
+    def train(self: Ranks, batch: TrainBatch, *, step: int, expected: Expected | None, rows: Any = ()) -> list[dict[str, Metric]]:
         groups.add(self)
         if step == 1 and len(groups) == 1:
             self.has_died = True
@@ -370,7 +370,7 @@ def test_ranks_that_come_back_load_as_the_first_ones(make_settings: Callable[...
     session.train(make_settings("run.num_steps=1", "run.save_interval=1"), resume=False)
     loads, own = list[bool](), start.RunStart._start_ranks
 
-    def train(self: Ranks, batch: TrainBatch, *, step: int, expected: Expected | None) -> list[dict[str, Metric]]:
+    def train(self: Ranks, batch: TrainBatch, *, step: int, expected: Expected | None, rows: Any = ()) -> list[dict[str, Metric]]:
         self.has_died = True
         raise WorkerDiedError("Megatron rank 1 died")
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from megatron_rl.algorithms.rounding_limits import Expected
 from megatron_rl.config.settings import Settings
+from megatron_rl.data.token_values import NOTHING_RECORDED
 from megatron_rl.engines.answers import Generation
 from megatron_rl.engines.engine import EngineAddress
 from megatron_rl.engines.engine_pool import EnginePool
@@ -25,6 +26,7 @@ class Ranks:
 
     gpus = ()
     has_died = False
+    recorded = NOTHING_RECORDED
 
     def __init__(self, settings: Settings, **_: object) -> None:
         self.batches: list[TrainBatch] = []
@@ -35,7 +37,7 @@ class Ranks:
     def start(self) -> None:
         return None
 
-    def train(self, batch: TrainBatch, *, step: int, expected: Expected | None) -> list[dict[str, Metric]]:
+    def train(self, batch: TrainBatch, *, step: int, expected: Expected | None, rows: Any = ()) -> list[dict[str, Metric]]:
         return [{"train/num_tokens": Sum(float(batch.loss_mask.sum()))}]
 
     def log_probs(self, batch: TrainBatch, *, temperature: float) -> Floats:

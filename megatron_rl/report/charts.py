@@ -1,0 +1,217 @@
+"""The charts of a report as Vega-Lite specifications, made by altair, and the scripts that draw them without a network."""
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib.metadata import version
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import altair as alt
+import numpy as np
+import vl_convert
+from altair.utils.schemapi import debug_mode
+from numpy.typing import NDArray
+
+from megatron_rl.errors import UserError
+from megatron_rl.observe.groups_of_interest import Answer, ends
+from megatron_rl.observe.metrics import healthy_bound
+from megatron_rl.report.curves import Panel, Steps, drawable
+from megatron_rl.system.files import write_atomic
+
+_MORE = (
+    Panel("Truncated answers, share", {"truncated": "rollout/truncated_fraction"}, zero=True),
+    Panel("Groups with one reward, share", {"zero variance": "rollout/zero_variance_fraction"}, zero=True),
+    Panel(
+        "Failures", {"rewards": "rollout/reward_errors", "rewards too late": "rollout/reward_timeouts", "trajectories": "rollout/failures"}
+    ),
+    Panel("Staleness, versions", {"mean": "rollout/staleness", "oldest token": "rollout/staleness_max"}),
+    Panel("Clipped tokens, share", {"low": "train/clip_fraction_low", "high": "train/clip_fraction_high"}, zero=True),
+    Panel(
+        "Use of the engines' memory",
+        {"fullest": "engine/kv_use_max", "busiest": "engine/kv_use_of_busiest", "idlest": "engine/kv_use_of_idlest"},
+        zero=True,
+    ),
+    Panel("Waiting inside engines", {"most": "engine/queue_max", "mean": "engine/queue"}),
+    Panel("Prefix hits of engines", {"most": "engine/prefix_hits_max", "least": "engine/prefix_hits_min"}, zero=True),
+    Panel("Restarts and retractions", {"restarts": "engine/restarts", "retractions": "engine/retractions"}),
+    Panel("Tokens per second", {"generated": "rollout/tokens_per_second", "trained on": "train/tokens_per_second"}),
+)
+_PHASES = {"rollout_wait": "generation", "train": "training", "sync": "weight sync", "swap": "swap", "eval": "evaluation", "save": "save"}
+"""Phases of a step that follow on each other, as the driver waits for them."""
+
+_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
+"""Of Okabe and Ito: told apart with every kind of colour vision."""
+
+ByStep = Mapping[int, Sequence[NDArray[np.float64]]]
+"""Numbers of each step, in parts."""
+
+_BINS = 20
+_TABLES = files("itables") / "html"
+
+
+class Scripts(NamedTuple):
+    """JavaScript and CSS of Vega and DataTables."""
+
+    vega: str
+    datatables: str
+    style: str
+
+
+def scripts() -> Scripts:
+    """Return the bundled scripts. Vega's is made once for each release and user: bundling takes seconds."""
+    kept = Path(f"~/.cache/megatron_rl/vega-{version('vl-convert-python')}.js").expanduser()
+    vega = kept.read_text("utf-8") if kept.is_file() else vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
+    if not kept.is_file():
+        # Where nothing can be kept, the next report takes some seconds more.
+        with suppress(UserError, OSError):
+            write_atomic(kept, vega)
+    datatables, style = ((_TABLES / f"dt_bundle.{kind}").read_text("utf-8") for kind in ("js", "css"))
+    # Inside a script only these two would be markup; both stand in strings and comments there.
+    vega, datatables = (text.replace("<!--", "<\\!--").replace("</script", "<\\/script") for text in (vega, datatables))
+    return Scripts(vega, datatables, style)
+
+
+def all_charts(
+    steps: Steps, evaluations: Sequence[Sequence[Any]], answers: Sequence[Answer], tokens: Mapping[str, ByStep]
+) -> dict[str, dict[str, Any]]:
+    """Return the charts of a page by section and name."""
+    # Without the check of every part against the schema, which takes most of the time.
+    with debug_mode(False):
+        curves, distributions = curve_charts(steps, evaluations), sample_charts(answers, tokens)
+        return {"curves": curves, "distributions": distributions, "others": {"positions": position_chart()}}
+
+
+def curve_charts(steps: Steps, evaluations: Sequence[Sequence[Any]]) -> dict[str, Any]:
+    """Return the charts of a run's metrics by name, and of `evaluations`: step, set, estimate, value, low, high and number."""
+    found = {"seconds": _seconds(steps)}
+    for panel in (*drawable(steps), *_MORE):
+        if (panel.sparse and evaluations) or any(name.startswith("time/") for name in panel.curves.values()):
+            continue  # drawn with intervals, or as an area
+        found[panel.title] = _curve(panel, steps)
+    for kind in sorted({row[2] for row in evaluations if row[2] in ("accuracy", "reward")}):
+        found[f"Held-out {kind}"] = _intervals(f"Held-out {kind}", [row for row in evaluations if row[2] == kind])
+    return {name: _spec(chart) for name, chart in found.items() if chart is not None}
+
+
+def sample_charts(answers: Sequence[Answer], tokens: Mapping[str, ByStep]) -> dict[str, Any]:
+    """Return charts of the distribution of rewards and lengths, and of the `tokens`' numbers by quantity and step."""
+    rewards: dict[int, list[float]] = {}
+    lengths: dict[int, list[float]] = {}
+    for answer in answers:
+        lengths.setdefault(answer.step, []).append(answer.num_tokens)
+    for end in ends(answers):
+        if end.reward is not None:
+            rewards.setdefault(end.step, []).append(end.reward)
+    found = {"Rewards": rewards, "Response lengths, tokens": lengths}
+    values = {
+        **{name: {step: [np.array(numbers)] for step, numbers in of.items()} for name, of in found.items()},
+        **{f"Tokens of kept groups: {name}": of for name, of in tokens.items()},
+    }
+    return {name: _spec(_heat(name, of)) for name, of in values.items() if of}
+
+
+def position_chart() -> Any:
+    """Return the chart of one quantity by the tokens' places, of the data `positions` that the page fills in."""
+    base = alt.Chart(alt.NamedData("positions")).encode(
+        x=alt.X("place:Q", title="token", axis=alt.Axis(tickMinStep=1, format="d")),
+        y=alt.Y("value:Q", title=None, axis=alt.Axis(format=".4~g")),
+    )
+    points = base.mark_circle(size=18, color=_COLORS[0]).encode(tooltip=["place:Q", "text:N", alt.Tooltip("value:Q", format=".4g")])
+    return _spec((base.mark_line(color=_COLORS[0], opacity=0.4) + points).properties(width=1000, height=140).interactive(bind_y=False))
+
+
+def _spec(chart: Any) -> Any:
+    return chart.to_dict(validate=False)
+
+
+def _rows(steps: Steps, curves: Mapping[str, str]) -> list[dict[str, Any]]:
+    return [
+        {"s": step, "c": label, "v": float(f"{metrics[name]:.5g}")}
+        for label, name in curves.items()
+        for step, metrics in steps.items()
+        if math.isfinite(metrics.get(name, math.nan))
+    ]
+
+
+def _curve(panel: Panel, steps: Steps) -> Any:
+    rows = _rows(steps, panel.curves)
+    if not rows:
+        return None
+    labels = [label for label in panel.curves if any(row["c"] == label for row in rows)]
+    line = (
+        alt.Chart(alt.Data(values=rows), title=panel.title, width=330, height=170)
+        .mark_line(point=len(rows) < 100, strokeWidth=1.6)
+        .encode(
+            x=alt.X("s:Q", title="step", axis=alt.Axis(tickMinStep=1)),
+            y=alt.Y("v:Q", title=None, scale=alt.Scale(zero=panel.zero), axis=alt.Axis(format=".4~g")),
+            color=alt.Color("c:N", title=None, scale=alt.Scale(domain=labels, range=_COLORS), legend=_legend(labels)),
+            tooltip=[alt.Tooltip("s:Q", title="step"), alt.Tooltip("c:N", title="curve"), alt.Tooltip("v:Q", title="value", format=".5g")],
+        )
+        .interactive(bind_y=False)
+    )
+    bounds = {bound for name in panel.curves.values() if (bound := healthy_bound(name)) is not None}
+    if len(bounds) != 1:
+        return line
+    band = alt.Chart(alt.Data(values=[{"low": 0.0, "high": bounds.pop()}])).mark_rect(color=_COLORS[2], opacity=0.12)
+    return band.encode(y="low:Q", y2="high:Q") + line
+
+
+def _legend(labels: Sequence[str]) -> Any:
+    return alt.Legend(orient="bottom") if len(labels) > 1 else None
+
+
+def _seconds(steps: Steps) -> Any:
+    known = {title: f"time/{name}" for name, title in _PHASES.items() if any(f"time/{name}" in row for row in steps.values())}
+    # A phase without seconds in a step had none: areas are drawn from step to step.
+    whole = {step: {name: metrics.get(name, 0.0) for name in known.values()} for step, metrics in steps.items() if step > 0}
+    rows = _rows(whole, known)
+    if not rows:
+        return None
+    return (
+        alt.Chart(alt.Data(values=rows), title="Seconds of a step, as the run waits for them", width=700, height=200)
+        .mark_area(line=True, opacity=0.75)
+        .encode(
+            x=alt.X("s:Q", title="step", axis=alt.Axis(tickMinStep=1)),
+            y=alt.Y("v:Q", title="s", stack=True),
+            color=alt.Color("c:N", title=None, scale=alt.Scale(domain=list(known), range=_COLORS), legend=alt.Legend(orient="bottom")),
+            tooltip=["s:Q", "c:N", alt.Tooltip("v:Q", format=".3g")],
+        )
+    )
+
+
+def _intervals(title: str, evaluations: Sequence[Sequence[Any]]) -> Any:
+    rows = [{"s": step, "c": name, "v": value, "low": low, "high": high} for step, name, _, value, low, high, _ in evaluations]
+    labels = sorted({row["c"] for row in rows})
+    base = alt.Chart(alt.Data(values=rows), title=title, width=330, height=170).encode(
+        x=alt.X("s:Q", title="step", axis=alt.Axis(tickMinStep=1)),
+        color=alt.Color("c:N", title=None, scale=alt.Scale(domain=labels, range=_COLORS), legend=_legend(labels)),
+    )
+    line = base.mark_line(point=True).encode(y=alt.Y("v:Q", title=None), tooltip=["s:Q", "c:N", "v:Q", "low:Q", "high:Q"])
+    return base.mark_rule().encode(y="low:Q", y2="high:Q") + line
+
+
+def _heat(title: str, of: ByStep) -> Any:
+    """Return the share of the values of each step in each bin, outer hundredths in the outer bins."""
+    values = {step: np.concatenate(of[step]) for step in sorted(of)}
+    low, high = np.quantile(np.concatenate(list(values.values())), [0.005, 0.995])
+    edges = np.linspace(low, high if high > low else low + 1.0, _BINS + 1)
+    rows = []
+    for step, numbers in values.items():
+        counts, _ = np.histogram(np.clip(numbers, edges[0], edges[-1]), edges)
+        for index in np.flatnonzero(counts):
+            share = float(f"{counts[index] / counts.sum():.3g}")
+            rows.append({"s": str(step), "a": float(f"{edges[index]:.4g}"), "b": float(f"{edges[index + 1]:.4g}"), "v": share})
+    order = [str(step) for step in values]
+    return (
+        alt.Chart(alt.Data(values=rows), title=title, width=430, height=180)
+        .mark_rect()
+        .encode(
+            x=alt.X("s:O", title="step", sort=order, axis=alt.Axis(labelOverlap=True)),
+            y=alt.Y("a:Q", title=None, scale=alt.Scale(zero=False), axis=alt.Axis(format=".4~g")),
+            y2="b:Q",
+            color=alt.Color("v:Q", title="share", scale=alt.Scale(scheme="viridis", domain=[0, 1])),
+            tooltip=["s:O", alt.Tooltip("a:Q", title="from"), alt.Tooltip("b:Q", title="to"), alt.Tooltip("v:Q", title="share")],
+        )
+    )

@@ -1,0 +1,93 @@
+"""Samples of a run, read from its buffer, also while the run goes on or after it died."""
+
+import sqlite3
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_rl.data import buffer_rows
+from megatron_rl.data.buffer import BUFFER_FILE
+from megatron_rl.errors import UserError
+from megatron_rl.observe.groups_of_interest import Answer
+
+_GROUP = "id, consumed_step, prompt_text, prompt_ids, label, messages, metadata, rejection"
+_SAMPLE = (
+    "sample_index, trajectory, role, outcome, reward, reward_message, reward_components, stop_reason, response_text, num_tokens, "
+    "response_ids, loss_mask, rollout_log_probs, weight_versions, token_values, own_prompt_text, own_prompt_ids, metadata"
+)
+_ANSWER = "consumed_step, group_id, trajectory, sample_index, reward, stop_reason, num_tokens"
+_CONSUMED = "state = 'consumed'"
+_TYPES = {"loss_mask": "?", "rollout_log_probs": "<f4", "token_values": "<f4"}
+
+
+class StoredGroup(NamedTuple):
+    """A consumed group, its samples by index, and its failed trajectories in words; columns as in `buffer_rows.SCHEMA`."""
+
+    row: sqlite3.Row
+    samples: list[sqlite3.Row]
+    failures: list[str]
+
+
+def array(row: sqlite3.Row, name: str) -> NDArray[Any] | None:
+    """Return the array [n] in a column of a sample or group, None where it is not kept."""
+    return None if row[name] is None else np.frombuffer(row[name], _TYPES.get(name, "<i4"))
+
+
+class RunSamples:
+    """The groups that a run's steps have consumed; made by `open_samples`."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        connection.row_factory = sqlite3.Row
+        self._read = connection.execute
+
+    def steps(self) -> list[int]:
+        """Return the steps with groups, rising."""
+        return [step for (step,) in self._read(f"SELECT DISTINCT consumed_step FROM groups WHERE {_CONSUMED} ORDER BY 1")]
+
+    def answers(self, steps: Iterable[int]) -> list[Answer]:
+        """Return all samples of these steps, in the order of prompts and of their index."""
+        chosen = f"WHERE {_CONSUMED} AND consumed_step IN (SELECT value FROM json_each(?)) ORDER BY position, sample_index"
+        found = self._read(f"SELECT {_ANSWER} FROM samples JOIN groups ON id = group_id {chosen}", (str(list(steps)),))
+        return [Answer(*row) for row in found]
+
+    def num_failures(self, step: int) -> dict[str, int]:
+        """Return the number of failed trajectories of every group of a step with one."""
+        found = self._read(
+            "SELECT group_id, count(*) FROM failures JOIN groups ON id = group_id WHERE consumed_step = ? GROUP BY 1", (step,)
+        )
+        return {name: count for name, count in found}
+
+    def sources(self) -> dict[str, str]:
+        """Return the source of each consumed prompt that names one in its metadata, by group id."""
+        names = ", ".join(f"json_extract(metadata, '$.{name}')" for name in ("data_source", "source", "dataset"))
+        found = self._read(f"SELECT id, coalesce({names}) FROM groups WHERE {_CONSUMED} AND metadata <> '{{}}'")
+        return {name: str(source) for name, source in found if source is not None}
+
+    def group(self, name: str) -> StoredGroup:
+        """Return the group `name`. Raises UserError for a name of no consumed group."""
+        row = self._read(f"SELECT {_GROUP} FROM groups WHERE id = ? AND {_CONSUMED}", (name,)).fetchone()
+        if row is None:
+            raise UserError(f"no group {name!r} was trained on or rejected in this run, needs one of the column group of its report")
+        failures = self._read("SELECT cause || ': ' || headline FROM failures WHERE group_id = ? ORDER BY rowid", (name,))
+        samples = self._read(f"SELECT {_SAMPLE} FROM samples WHERE group_id = ? ORDER BY sample_index", (name,)).fetchall()
+        return StoredGroup(row, samples, [words for (words,) in failures])
+
+
+@contextmanager
+def open_samples(directory: Path) -> Iterator[RunSamples]:
+    """Open the buffer of the run in `directory` for reading. Raises UserError for one that cannot be read."""
+    path, wanted = directory / BUFFER_FILE, buffer_rows.SCHEMA_VERSION
+    if not path.is_file():
+        raise UserError(f"{path} does not exist, so this run has no samples: it is supervised, or no run")
+    try:
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as connection:
+            ((version,),) = connection.execute("PRAGMA user_version").fetchall()
+            if version != wanted:
+                raise UserError(f"{path} has schema version {version}, this release reads {wanted}; use the release that wrote it")
+            yield RunSamples(connection)
+    except sqlite3.Error as error:
+        raise UserError(f"{path} cannot be read ({error}); check the disk, or copy the file to one that can be written") from error
