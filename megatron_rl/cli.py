@@ -1,7 +1,7 @@
 """The command line.
 
 Commands are `train`, `eval`, `rollout`, `data`, `buffer`, `score`, `compare`, `report`, `samples`,
-`plan`, `models`, `convert`, `serve`, `verify-checkpoint`, `check-plugin` and `doctor`.
+`status`, `plan`, `models`, `convert`, `serve`, `verify-checkpoint`, `check-plugin` and `doctor`.
 
 Heavy modules are imported inside the command with the need, so that help and mistakes answer at
 once.
@@ -261,6 +261,21 @@ def samples(directory: Path, step: int | None, worst: int | None, best: int, gro
     worst = worst if worst is not None else 0 if best else 3
     for line in printed_samples(directory, step=step, worst=worst, best=best, group=group):
         print(line)
+
+
+@cli.command(short_help="Say what runs do, on this node or another one.")
+@click.argument("directories", nargs=-1, type=click.Path(path_type=Path), metavar="[DIRECTORY]...")
+@click.option("--watch", is_flag=True, help="Print again every few seconds, until all runs have ended.")
+@click.option("--json", "as_json", is_flag=True, help="A JSON object for each run, in place of text.")
+def status(directories: tuple[Path, ...], watch: bool, as_json: bool) -> int:
+    """Print phase, waits, engines, speed, disk, expected end and advice of each run, from the files in its DIRECTORY alone.
+
+    DIRECTORY is the run.directory of a run or has runs below; the working directory when not given. The exit status is the largest
+    of: 0 runs or finished, 1 failed or killed, 3 late or silent, 75 interrupted and to be resumed.
+    """
+    from megatron_rl.report.status import print_status, runs_below
+
+    return print_status([run for each in directories or (Path(),) for run in runs_below(each)], watch=watch, as_json=as_json)
 
 
 @cli.command(short_help="Plan the memory of a layout on GPUs.", context_settings=_OVERRIDES, options_metavar="[OPTIONS]")

@@ -8,6 +8,7 @@ import base64
 import contextlib
 import itertools
 import json
+import time
 import uuid
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -62,7 +63,7 @@ class EngineClient:
 
     def __init__(self, address: EngineAddress, *, request_timeout_s: float, control_timeout_s: float = ENGINE_CONTROL_S) -> None:
         self.address = address
-        self.served: Counter[str] = Counter()  # answers, their prompt_tokens, cached_tokens and retractions for want of memory
+        self.served: Counter[str] = Counter()  # answers, their prompt_tokens and others; milliseconds and tokens of calls
         self._num_retracting_pauses = 0
         self.is_paused = False
         """True from a pause on, until generation goes on."""
@@ -97,7 +98,7 @@ class EngineClient:
         self._check_request(token_ids, sampling)
         # Of one width: the server may abort every request whose id begins with the given one.
         request_ids = [f"{uuid.uuid4().hex}-{index:06d}" for index in range(num_samples)]
-        prompt, pauses_before = token_ids.tolist(), self._num_retracting_pauses
+        prompt, pauses_before, begun_s = token_ids.tolist(), self._num_retracting_pauses, time.monotonic()
         parameters = [sampling.request(index) for index in range(num_samples)]
         common = {"input_ids": prompt, "return_sampling_mask": sampling.records_candidates}
         common |= {} if sampling.entropy is None else {"custom_logit_processor": PROCESSOR}
@@ -119,6 +120,7 @@ class EngineClient:
         largest = max((int(each.token_ids.max()) for each in read if len(each.token_ids)), default=0)
         if largest >= self.address.vocab_size:
             raise EngineError(f"the engine at {self.address.url} gave token {largest} of a vocabulary of {self.address.vocab_size}")
+        self.served.update(milliseconds=round(1000 * (time.monotonic() - begun_s)), tokens=max(len(each.token_ids) for each in read))
         for meta in (answer["meta_info"] for answer in answers):
             # Numbers for metrics alone: an engine need not give them. Each such pause retracts a request, too.
             retractions = max(0, meta.get("num_retractions", 0) - (self._num_retracting_pauses - pauses_before))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_rl.engines.on_cpu import sglang_shims
 from megatron_rl.system.deadlines import ENGINE_STORE_S
 from megatron_rl.system.leftovers import die_with_parent
+from megatron_rl.system.stacks import answer_stack_requests
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -36,6 +37,7 @@ def serve_rendezvous(arguments: dict[str, Any]) -> "TCPStore | None":
 def main() -> None:
     """Serve until a signal, or until the parent is gone."""
     die_with_parent()
+    answer_stack_requests()
     sglang_shims.hide_megatron()
     arguments = json.load(sys.stdin)
     on_cpu = arguments["device"] == "cpu"

@@ -170,6 +170,11 @@ class RunConsole:
             self._console.print(text)
             self._printed_s = time.monotonic()
 
+    @property
+    def phases(self) -> tuple[PhaseProgress, ...]:
+        """Return the phases in progress; takes no lock, which a print to a stopped terminal may hold."""
+        return tuple(self._active)
+
     def row(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print the table row of a step, and a line for each metric newly beyond its range."""
         with self._lock:

@@ -135,6 +135,13 @@ _TABLE: tuple[tuple[str, type[Metric], str, str, str], ...] = (
     ("rollout/environment_token_fraction", Mean, "fraction", "Response tokens of environment and template; not trained on", "steady"),
     ("rollout/num_tokens", Sum, "tokens", "Response tokens generated", "num_samples x response_length"),
     ("rollout/tokens_per_second", Mean, "tokens/s", "Response tokens per second of time/rollout", "steady; falls with longer responses"),
+    (
+        "rollout/reward_wait_fraction",
+        Mean,
+        "fraction",
+        "Share of rewards in the time in which groups are made",
+        "near 0; else a faster reward function, or more CPUs",
+    ),
     ("rollout/failures", Sum, "trajectories", "Trajectories that the rollout failed to make; left out", "0; see logs/rollout.log"),
     (
         "rollout/failures/*",
@@ -182,6 +189,8 @@ _TABLE: tuple[tuple[str, type[Metric], str, str, str], ...] = (
     ("engine/prefix_hits", Mean, "fraction", "Prompt tokens that engines took from their caches", "high with many turns"),
     ("engine/prefix_hits_min", Min, "fraction", "The same, of the engine with the fewest", "near that of all"),
     ("engine/prefix_hits_max", Max, "fraction", "The same, of the engine with the most", "near that of all"),
+    ("engine/token_s_of_fastest", Min, "s", "Seconds of a request per token, mean of the fastest engine", "steady"),
+    ("engine/token_s_of_slowest", Max, "s", "The same, of the slowest engine", "less than twice the fastest's"),
     ("engine/retractions", Sum, "requests", "Requests that engines put back for want of memory", "0; else lower max_concurrent_requests"),
     ("engine/retractions_max", Max, "requests", "The same, of the engine with the most", "0"),
     (

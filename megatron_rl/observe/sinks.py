@@ -200,6 +200,11 @@ def read_metrics(path: Path) -> dict[int, dict[str, float]]:
     return {step: _numbers(record) for step, record in _read_records(path).items()}
 
 
+def read_times(path: Path) -> dict[int, float]:
+    """Return when the newest line of every step was written, in seconds since 1970. Raises UserError for a broken line."""
+    return {step: float(record["time"]) for step, record in _read_records(path).items() if "time" in record}
+
+
 def _read_records(path: Path) -> dict[int, dict[str, Any]]:
     """Return the object of every step, with `step` and `time`; the rest as `read_metrics`."""
     steps: dict[int, dict[str, Any]] = {}

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 
 from megatron_rl.system.leftovers import adopt_orphans
+from megatron_rl.system.stacks import answer_stack_requests
 
 
 class WorkerProcess(SpawnProcess):
@@ -78,6 +79,7 @@ def lead_session(log_path: Path | None) -> None:
     # A daemon made by the reward function becomes a child of this worker, not of init, and ends
     # with the worker.
     adopt_orphans()
+    answer_stack_requests()
     # The driver finishes the step first when a signal is sent to every process of a job. Processes
     # started by a worker have no such handler.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

@@ -8,6 +8,7 @@ from megatron_rl.config.settings import RolloutSettings
 from megatron_rl.engines.answers import EngineLoad
 from megatron_rl.engines.client import EngineClient
 from megatron_rl.engines.engine_pool import EnginePool
+from megatron_rl.observe.live_state import EngineState
 from megatron_rl.observe.metrics import Max, Mean, Metric, Min, Sum
 
 POLL_S = 1.0
@@ -53,6 +54,7 @@ class EngineWatch:
     def __init__(self, pool: EnginePool, *, longest_sequence: int | None) -> None:
         self._pool, self._longest = pool, longest_sequence
         self._loads: defaultdict[EngineClient, list[tuple[EngineLoad, int]]] = defaultdict(list)  # with requests in flight, of this step
+        self._newest: dict[EngineClient, EngineLoad] = {}
         self._served: dict[EngineClient, Counter[str]] = {}  # until the end of the last step
         self._turned: dict[EngineClient, Counter[str]] = {}  # until the limit's last change or turnover
         self._seen: dict[EngineClient, tuple[float | None, int, float]] = {}  # report, ended calls, when one was new
@@ -74,6 +76,16 @@ class EngineWatch:
         if self._longest is not None:
             self._pool.set_limit(client, first_limit(client.address.max_total_tokens, longest_sequence=self._longest))
 
+    def states(self) -> tuple[EngineState, ...]:
+        """Return the state of every member, with the queue and memory of the last look. Safe in any thread."""
+        states = []
+        for client in self._pool.membership.members:
+            load, limit = self._newest.get(client), self._pool.limit(client)
+            own = {} if load is None else {"queue": load.num_waiting, "kv_use": load.kv_use}
+            answers = client.served["answers"]
+            states.append(EngineState(url=client.address.url, requests=self._pool.running(client), limit=limit, answers=answers, **own))
+        return tuple(states)
+
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(POLL_S)
@@ -85,7 +97,10 @@ class EngineWatch:
         clients = self._pool.membership.members
         for client, load in zip(clients, await asyncio.gather(*(client.load() for client in clients)), strict=True):
             self._suspect(client, load)
-            if load is not None and self._pool.num_running:
+            if load is None:
+                continue
+            self._newest[client] = load
+            if self._pool.num_running:
                 self._loads[client].append((load, self._pool.running(client)))
                 if self._longest is not None:
                     self._move(client, load, longest_sequence=self._longest)
@@ -138,6 +153,8 @@ class EngineWatch:
             metrics |= {"engine/prefix_hits_min": Min(min(shares)), "engine/prefix_hits_max": Max(max(shares))}
             retractions = [each["retractions"] for each in asked]
             metrics |= {"engine/retractions": Sum(sum(retractions)), "engine/retractions_max": Max(max(retractions))}
+            paces = [each["milliseconds"] / 1000 / each["tokens"] for each in asked if each["tokens"]]
+            metrics |= {"engine/token_s_of_fastest": Min(min(paces)), "engine/token_s_of_slowest": Max(max(paces))} if paces else {}
         return metrics
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import os
+import time
 import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -102,6 +103,7 @@ class GroupMaker:
         self.name = settings.name
         self.retries = Counter[str]()
         """Attempts that failed and were followed by another one, by cause, over all groups."""
+        self.generation_s = self.reward_s = 0.0  # seconds of training groups so far, all of them together
         self._rollout, self._pool, self._tokenizer, self._score = rollout, pool, tokenizer, score
         self._seed, self._max_tokens, self._timeout_s = seed, max_tokens, settings.timeout_s
         self._first_alone = 0 if settings.is_hosted else 1  # the attempt from which on each trajectory is made alone
@@ -137,9 +139,15 @@ class GroupMaker:
         group = None if buffer is None else self._kept(buffer.finished(prompt), num_samples)
         if group is not None:
             return await self._scored(group, None, self._score)
+        begun_s = time.monotonic()
         with KeptAnswers(buffer, prompt.id) as kept:
             group = await self._generate(prompt, num_samples, sampling=sampling or self._samplings[greedy], urgency=urgency, kept=kept)
-        return await self._scored(group, buffer, score or self._score)
+        generated_s = time.monotonic()
+        scored = await self._scored(group, buffer, score or self._score)
+        if urgency is not Urgency.EVALUATION:
+            self.generation_s += generated_s - begun_s
+            self.reward_s += time.monotonic() - generated_s
+        return scored
 
     async def make_with_baseline(self, prompt: Prompt, *, num_samples: int, buffer: Buffer) -> Group:
         """Make a group whose rewards have the greedy response's as component `greedy_baseline`."""

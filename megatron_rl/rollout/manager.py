@@ -37,6 +37,7 @@ from megatron_rl.observe.console import PhaseProgress
 from megatron_rl.observe.failures import FailureLog
 from megatron_rl.observe.group_metrics import failure_metrics, rollout_metrics, tail_metrics
 from megatron_rl.observe.groups_of_interest import to_keep
+from megatron_rl.observe.live_state import EngineState
 from megatron_rl.observe.metrics import Mean, Metric, Sum
 from megatron_rl.plugins.kinds import Rollout
 from megatron_rl.rewards.gold import check_gold
@@ -113,7 +114,8 @@ class RolloutManager:
         self.example: Sample | None = None  # of the newest batch
         self.looked_at: dict[int, Sample] = {}
         """Rows of the newest batch with samples whose tokens are kept."""
-        self._measured = (0.0, 0, Counter[str]())  # busy seconds, tokens and retries at the end of the last step
+        # Busy seconds, tokens, retries, seconds of generation and of rewards at the end of the last step.
+        self._measured = (0.0, 0, Counter[str](), 0.0, 0.0)
 
     def _producing(self) -> Production:
         settings = self._settings
@@ -182,6 +184,10 @@ class RolloutManager:
     def clients(self) -> tuple[EngineClient, ...]:
         """The present member engines, in the order of joining."""
         return self.pool.membership.members
+
+    def engine_states(self) -> tuple[EngineState, ...]:
+        """Return the state of every member engine. Safe in any thread."""
+        return self._watch.states()
 
     async def join(self, addresses: Iterable[EngineAddress], *, serve_current: bool = False) -> None:
         """Open a client to each engine, for requests after the next sync, or `serve_current` ones."""
@@ -329,14 +335,18 @@ class RolloutManager:
 
     def _metrics(self, taken: Sequence[Chosen], *, version: int) -> dict[str, Metric]:
         """Return the metrics of a step's groups, and of all work since the last step."""
-        busy_before_s, tokens_before, retries_before = self._measured
-        self._measured = busy_s, num_tokens, retries = self.busy_s, self.production.num_tokens, self._maker.retries.copy()
+        busy_before_s, tokens_before, retries_before, generation_before_s, reward_before_s = self._measured
+        generation_s, reward_s = self._maker.generation_s, self._maker.reward_s
+        busy_s, num_tokens, retries = self.busy_s, self.production.num_tokens, self._maker.retries.copy()
+        self._measured = busy_s, num_tokens, retries, generation_s, reward_s
+        scoring_s = reward_s - reward_before_s
         seen = [each.group for each in taken if not each.failed]
         failed = [each.group for each in taken if each.failed]
         metrics = {
             **rollout_metrics(seen, version=version),
             **failure_metrics([*seen, *failed], num_left_out=len(failed), retries=retries - retries_before),
             "rollout/tokens_per_second": Mean(num_tokens - tokens_before, busy_s - busy_before_s),
+            "rollout/reward_wait_fraction": Mean(scoring_s, generation_s - generation_before_s + scoring_s),
             "engine/restarts": Sum(self._num_returned),
         }
         self._num_returned = 0

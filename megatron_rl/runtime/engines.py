@@ -25,6 +25,7 @@ from megatron_rl.errors import EngineDiedError
 from megatron_rl.runtime.cluster import Reservation, enter_directory, own_gpus
 from megatron_rl.runtime.watchdog import ACTOR_DEATHS, Watchdog
 from megatron_rl.system.deadlines import ENGINES_STOP_S
+from megatron_rl.system.stacks import answer_stack_requests
 
 if TYPE_CHECKING:
     from megatron_rl.runtime.engine_model import EngineModel
@@ -39,6 +40,7 @@ class EngineWorker:
 
     def __init__(self, make_engine: Callable[..., Engine], *, directory: Path, shared_gpus: tuple[str, ...] = ()) -> None:
         enter_directory(directory)
+        answer_stack_requests()
         self._engine = make_engine(host=ray.util.get_node_ip_address(), gpu_ids=shared_gpus or own_gpus())
         self._stopping = False
         self._fault: str | None = None

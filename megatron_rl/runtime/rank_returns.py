@@ -12,7 +12,7 @@ from megatron_rl.errors import DeadlineError, MegatronRLError, UserError, counte
 from megatron_rl.runtime.engines import HOUR_S
 from megatron_rl.runtime.run import Run
 from megatron_rl.runtime.start import RunStart
-from megatron_rl.runtime.trainers import OWNER, TrainerGroup
+from megatron_rl.runtime.trainers import OWNER, TrainerGroup, printed_stacks
 from megatron_rl.system.files import write_atomic
 
 
@@ -64,9 +64,8 @@ class RankReturns:
         if not any(stack is None or stack for stack in stacks):
             return False
         path = self._directory / "logs" / "rank-stacks.txt"
-        parts = [f"{OWNER} {rank}\n" + "\n".join(["does not answer"] if stack is None else stack) for rank, stack in enumerate(stacks)]
         with suppress(UserError):  # of a full disk, which is not why
-            write_atomic(path, "\n\n".join(parts) + "\n")
+            write_atomic(path, "\n\n".join(printed_stacks(stacks)) + "\n")
         where = ["does not answer" if stack is None else f"is in {stack[-1]}" if stack else "is idle" for stack in stacks]
         self._note(f"{'; '.join(f'{OWNER} {rank} {words}' for rank, words in enumerate(where))}; whole stacks are in {path}")
         return True

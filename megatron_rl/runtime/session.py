@@ -60,7 +60,7 @@ def train(settings: Settings, *, resume: bool, weights_only: bool = False, repla
             _clean_up(console)
             start = RunStart(settings, stack, StartReport(console, timer))
             begin = partial(_begin, settings, start, replay=replay, console=console, memory=memory, timer=timer)
-            returns = RankReturns(settings.runtime.restarts, directory=directory, note=console.say)
+            returns = RankReturns(settings.runtime.restarts, directory=directory, note=start.report.note)
             run, origin = begin(resume=resume), _newest(directory)
             while True:
                 try:

@@ -7,6 +7,7 @@ Ray reads the environment at import, and this module imports Ray:
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, closing, contextmanager
@@ -24,6 +25,7 @@ from megatron_rl.data.source import RunPrompts
 from megatron_rl.engines.engine import EngineAddress
 from megatron_rl.errors import UserError
 from megatron_rl.observe.console import RunConsole
+from megatron_rl.observe.live_state import PhaseState, StatusFile
 from megatron_rl.observe.timing import PhaseTimer
 from megatron_rl.rollout.manager import RolloutManager
 from megatron_rl.runtime.agent_nodes import spread_agents
@@ -39,12 +41,13 @@ from megatron_rl.runtime.replay_run import ReplayRun, open_record
 from megatron_rl.runtime.run import RolloutRun, Run
 from megatron_rl.runtime.supervised_run import SupervisedRun
 from megatron_rl.runtime.target import no_gpu
-from megatron_rl.runtime.trainers import TrainerGroup
-from megatron_rl.runtime.watchdog import Watchdog
-from megatron_rl.system.deadlines import ENGINE_CONTROL_S, PLACEMENT_S, REWARDS_START_S
+from megatron_rl.runtime.trainers import TrainerGroup, printed_stacks
+from megatron_rl.runtime.watchdog import OpenWait, Watchdog
+from megatron_rl.system.deadlines import ENGINE_CONTROL_S, PLACEMENT_S, REWARDS_START_S, STACK_S
 from megatron_rl.system.device import quiet_megatron_imports
 from megatron_rl.system.files import claim
 from megatron_rl.system.process_variables import shared_variables
+from megatron_rl.system.stacks import STACKS_FILE, stacks_to, write_stacks
 from megatron_rl.weights.sync import CHECK_INTERVAL, TRANSPORTS, WeightSync
 from megatron_rl.weights.transport import Surroundings, WeightTransport
 
@@ -60,6 +63,8 @@ class StartReport:
         self._console, self._timer = console, timer
         self._lock = threading.Lock()
         self._seconds: dict[str, float] = {}
+        self.notes: deque[str] = deque(maxlen=5)
+        """The newest notes with the time of day."""
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -86,8 +91,14 @@ class StartReport:
         for future in futures:
             future.add_done_callback(finished)
 
+    def phases(self) -> tuple[PhaseState, ...]:
+        """Return the phases in progress. Safe in any thread."""
+        now_s = time.monotonic()
+        return tuple(PhaseState(name=one.name, progress=one.text(), seconds=now_s - one.started_s) for one in self._console.phases)
+
     def note(self, text: str) -> None:
-        """Say what is worth knowing before the run goes on."""
+        """Say what is worth knowing about the run."""
+        self.notes.append(f"{time.strftime('%H:%M:%S')} {text}")
         self._console.say(f"note: {text}")
 
     def __str__(self) -> str:
@@ -103,19 +114,50 @@ class RunStart:
 
     def __init__(self, settings: Settings, stack: ExitStack, report: StartReport) -> None:
         self._settings, self._stack, self.report = settings, stack, report
-        self.watchdog = stack.enter_context(Watchdog(note=report.note))
+        self._stacks = settings.run.directory / "logs" / STACKS_FILE
+        stack.enter_context(stacks_to(self._stacks))
+        self.watchdog = stack.enter_context(Watchdog(note=report.note, late=self._note_late))
         self.life = stack.enter_context(ExitStack())
         self.ranks: TrainerGroup | None = None
         self.ray: Future[None] = Future()  # fails when Ray is gone
         self._reservation: Reservation | None = None
         self._engines: EngineGroup | None = None
         self._sync: WeightSync | None = None
+        self._manager: RolloutManager | None = None
+        self._status: StatusFile | None = None
         self.engines_stay = not settings.runtime.colocate
+
+    def _note_late(self, wait: OpenWait) -> None:
+        """Say that a wait takes longer than usual, after writing the Python stacks of the run's processes."""
+        state = wait.state()
+        stacks = () if self.ranks is None else printed_stacks(self.ranks.stacks(timeout_s=STACK_S))
+        try:
+            write_stacks(self._stacks, title=str(state), others=stacks)
+        except OSError as error:
+            self.report.note(f"{state}; the stacks of the run's processes could not be written ({error.strerror})")
+        else:
+            self.report.note(f"{state}; Python stacks of the run's processes are in {self._stacks}")
+
+    def _open_status(self) -> None:
+        """Write the run's state from here until its end; only after the claim of its directory."""
+        if self._status is not None:
+            return
+        run = self._settings.run
+        status = StatusFile(
+            run.directory,
+            num_steps=run.num_steps,
+            phases=self.report.phases,
+            waits=lambda: tuple(wait.state() for wait in list(self.watchdog.open_waits)),
+            engines=lambda: () if self._manager is None else self._manager.engine_states(),
+            notes=lambda: list(self.report.notes),
+        )
+        self._status = self._stack.enter_context(status)
 
     def supervised(self, *, resume: bool) -> Callable[..., Run]:
         """Do the cheap checks, then start the ranks and wait; the returned function makes the run from `records`."""
         settings = self._settings
         self._claim_directory()
+        self._open_status()
         prompts = self._read_prompts(supervised=True)
         ranks = self.ranks = TrainerGroup(settings, reservation=self.reserve(), watchdog=self.watchdog)
         self._start_ranks(ranks, resume=resume)
@@ -135,6 +177,7 @@ class RunStart:
         """Do as `supervised` with engines: ranks and engines start at once, or in turns on shared devices."""
         settings, watchdog = self._settings, self.watchdog
         manager = self.open_manager(settings.run.directory / BUFFER_FILE)
+        self._open_status()
         reservation = self.reserve()
         if reservation.device_kind == "cuda":
             check_on_gpus(settings)
@@ -183,7 +226,11 @@ class RunStart:
         opening = RolloutManager.open(self._settings, prompts=prompts, buffer=buffer, say=self.report.note)
         with self.report.part("reward workers"):
             name = "checking the reward function and opening the buffer"
-            return self.life.enter_context(self.watchdog.entered(opening, name=name, owner="the reward workers", timeout_s=REWARDS_START_S))
+            manager = self.life.enter_context(
+                self.watchdog.entered(opening, name=name, owner="the reward workers", timeout_s=REWARDS_START_S)
+            )
+        self._manager = manager
+        return manager
 
     def reserve(self, **kind: bool) -> Reservation:
         """Start or join Ray, and reserve a place for every process, once; `kind` as in `Needs.of`."""

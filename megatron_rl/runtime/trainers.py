@@ -6,7 +6,7 @@ import itertools
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from functools import cached_property, partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from megatron_rl.observe.metrics import Metric, merge_metrics
 from megatron_rl.runtime.cluster import Reservation, enter_directory, gpu_order, own_gpus
 from megatron_rl.runtime.watchdog import Watchdog
 from megatron_rl.system.deadlines import RANK_ANSWER_S, RANKS_START_S
+from megatron_rl.system.stacks import answer_stack_requests
 from megatron_rl.training.token_record import TokenRecord
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.training.whole_batch import divide
@@ -40,6 +41,7 @@ class TrainerWorker:
     """The process of one Megatron rank, with a `Trainer` from `start` on."""
 
     def __init__(self) -> None:
+        answer_stack_requests()
         self._trainer: Trainer | None = None
         self._sender: WeightSender | None = None
 
@@ -176,11 +178,11 @@ class TrainerGroup:
         """Return True when the process of a rank has ended."""
         return any(death.done() for death in self._deaths)
 
-    def stacks(self) -> list[list[str] | None]:
+    def stacks(self, *, timeout_s: float = RANK_ANSWER_S) -> list[list[str] | None]:
         """Return the stack of every rank's call, as `TrainerWorker.stack`; None for a rank that does not answer."""
         # Without holds not all processes run, and their places are not known.
         refs = [worker.stack.remote() for worker in self.workers] if self._holds else []
-        answered, _ = ray.wait(refs, num_returns=len(refs), timeout=RANK_ANSWER_S)
+        answered, _ = ray.wait(refs, num_returns=len(refs), timeout=timeout_s)
         return [ray.get(ref) if ref in answered else None for ref in refs]
 
     def end(self) -> None:
@@ -246,6 +248,11 @@ class TrainerGroup:
     def begin_send(self, *, version: int, checked: bool) -> list[Future[Sent]]:
         """Let every rank send the current weights to the engines, `checked` with checksums."""
         return [worker.call_sender.remote("send", version=version, checked=checked).future() for worker in self.workers]
+
+
+def printed_stacks(stacks: Sequence[list[str] | None]) -> list[str]:
+    """Return the result of `TrainerGroup.stacks` as text, one for each rank."""
+    return [f"{OWNER} {rank}\n" + "\n".join(["does not answer"] if stack is None else stack) for rank, stack in enumerate(stacks)]
 
 
 def spare_what_is_loaded() -> None:

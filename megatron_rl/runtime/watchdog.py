@@ -9,12 +9,15 @@ does return, the actor is dead and every wait ends at once.
 import asyncio
 import concurrent.futures
 import re
+import statistics
 import sys
 import threading
 import time
 import traceback
+from collections import defaultdict, deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, TypeAlias, TypeVar, overload
 
@@ -22,7 +25,8 @@ import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
 from megatron_rl.errors import DeadlineError, MegatronRLError, UserError, WorkerDiedError
-from megatron_rl.system.deadlines import CAUSE_S, CLOSE_S, LOOP_STOP_S, NAMED_S
+from megatron_rl.observe.live_state import WaitState
+from megatron_rl.system.deadlines import CAUSE_S, CLOSE_S, LATE_S, LOOP_STOP_S, NAMED_S
 
 Future = concurrent.futures.Future[Any]
 GoesOn = Callable[[Exception], bool]
@@ -34,16 +38,54 @@ MEANWHILE_S = 0.5
 
 ACTOR_DEATHS = (RayActorError, OutOfMemoryError)
 """What Ray raises of a call to an actor whose process has ended: the second where Ray itself ended it, because memory ran low."""
+LATE_FACTOR, LATE_OF_LONGEST, FEWEST_WAITS = 6.0, 2.0, 3
+"""A wait is late beyond so many times the median, and the longest, of this number of equal waits at least."""
+
+
+@dataclass(slots=True, eq=False)
+class OpenWait:
+    """A wait in progress for `owners`; late after `late_after_s` seconds, expired after `timeout_s`.
+
+    `usual_s` is the median of earlier waits of this kind, None with fewer than FEWEST_WAITS.
+    """
+
+    name: str
+    owners: tuple[str, ...]
+    timeout_s: float
+    usual_s: float | None
+    late_after_s: float
+    noted: bool = False
+    begun_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def seconds(self) -> float:
+        """Return the seconds so far."""
+        return time.monotonic() - self.begun_s
+
+    @property
+    def is_late(self) -> bool:
+        """Return True beyond the usual time."""
+        return self.seconds > self.late_after_s
+
+    def state(self) -> WaitState:
+        """Return the wait as it is shown outside of this process."""
+        return WaitState(
+            name=self.name, owners=self.owners, seconds=self.seconds, usual_s=self.usual_s, deadline_s=self.timeout_s, late=self.is_late
+        )
 
 
 class Watchdog:
     """Waits for work; a watched actor's death ends every wait with the actor's error.
 
-    Use in a `with`. `note` gets a sentence about a plug-in that blocks the event loop.
+    Use in a `with`. `note` gets a sentence about a plug-in that blocks the event loop, `late` each
+    wait that takes longer than usual, once.
     """
 
-    def __init__(self, *, note: Callable[[str], None] = lambda text: None) -> None:
-        self._note = note
+    def __init__(self, *, note: Callable[[str], None] = lambda text: None, late: Callable[[OpenWait], None] = lambda wait: None) -> None:
+        self._note, self._late = note, late
+        self.open_waits: list[OpenWait] = []
+        """Waits in progress, of all threads; other threads may read a copy."""
+        self._seconds: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=50))  # of finished waits, by kind
         # Watched actors: a name, and the decision to go on without the actor.
         self._vital: dict[Future, tuple[str, GoesOn | None]] = {}
         # The making of a transport, in a separate thread, waits as well.
@@ -158,9 +200,34 @@ class Watchdog:
         return work.future()
 
     def _wait(self, owners: dict[Future, str], *, name: str, timeout_s: float, meanwhile: Callable[[], None] | None = None) -> None:
-        deadline = time.monotonic() + timeout_s
+        with self._opened(owners, name=name, timeout_s=timeout_s) as wait:
+            self._wait_openly(wait, owners, meanwhile=meanwhile)
+
+    @contextmanager
+    def _opened(self, owners: dict[Future, str], *, name: str, timeout_s: float) -> Iterator[OpenWait]:
+        """List a wait during the block, and remember its time where the block succeeds."""
+        # Steps, versions and ranks have numbers.
+        seconds = self._seconds[re.sub(r"\d+", "N", name)]
+        usual_s = statistics.median(seconds) if len(seconds) >= FEWEST_WAITS else None
+        late_after_s = timeout_s if usual_s is None else max(LATE_S, LATE_FACTOR * usual_s, LATE_OF_LONGEST * max(seconds))
+        wait = OpenWait(name, tuple(owners.values()), timeout_s, usual_s, late_after_s)
+        self.open_waits.append(wait)
+        try:
+            yield wait
+        finally:
+            self.open_waits.remove(wait)
+        seconds.append(wait.seconds)
+
+    def _note_late(self, wait: OpenWait) -> None:
+        if wait.is_late and not wait.noted:
+            wait.noted = True
+            self._late(wait)
+
+    def _wait_openly(self, wait: OpenWait, owners: dict[Future, str], *, meanwhile: Callable[[], None] | None) -> None:
+        deadline = wait.begun_s + wait.timeout_s
         pending = set(owners)
         while pending:
+            wait.owners = tuple(owner for item, owner in owners.items() if item in pending)
             left_s = max(0.0, deadline - time.monotonic())
             done, _ = concurrent.futures.wait(
                 pending | set(self._vital),
@@ -171,13 +238,14 @@ class Watchdog:
             if not done and left_s > MEANWHILE_S:
                 if meanwhile is not None:
                     meanwhile()
+                self._note_late(wait)
                 continue
             if not done:
                 for item in pending:
                     item.cancel()
-                missing = ", ".join(owner for item, owner in owners.items() if item in pending)
                 reason = "" if blocked is None else f"; {blocked}"
-                raise DeadlineError(f"{name} did not finish within {timeout_s:.0f} s, still waiting for: {missing}{reason}")
+                missing = ", ".join(wait.owners)
+                raise DeadlineError(f"{wait.name} did not finish within {wait.timeout_s:.0f} s, still waiting for: {missing}{reason}")
             with self._lock:
                 if any(self._has_consequence(item) for item in done & pending):
                     done |= concurrent.futures.wait(self._vital, timeout=CAUSE_S, return_when=concurrent.futures.FIRST_COMPLETED).done

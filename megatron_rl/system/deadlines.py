@@ -71,6 +71,10 @@ A worker that starts on a busy machine takes less.
 """
 NAMED_S = 5.0
 """A wait for others worth a line of output."""
+LATE_S = 20.0
+"""Least seconds of a wait that is late against its usual time, and has the stacks of the run's processes written."""
+STACK_S = 5.0
+"""Python stacks of one process."""
 
 # Failures wait for the explaining death: a call to a dead engine fails at once with a refused
 # connection, but the process is checked twice a second, and found dead only then.

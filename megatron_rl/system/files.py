@@ -185,7 +185,7 @@ def disk_errors(path: Path) -> Iterator[None]:
     except (OSError, RuntimeError, SafetensorError) as error:
         # torch ends a file written by Python with a failure of its own.
         refused = error if isinstance(error, OSError) else error.__context__
-        free = _free_bytes(path)
+        free = free_bytes(path)
         if isinstance(refused, OSError) and refused.errno in _FIXES:
             # Of a copy and a renaming the second is what is written.
             place = refused.filename2 or refused.filename or path
@@ -202,7 +202,7 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 def check_room(path: Path, num_bytes: int) -> None:
     """Raise UserError when the disk of `path` has less room than `num_bytes`."""
-    free = _free_bytes(path)
+    free = free_bytes(path)
     if num_bytes > free:
         words = f"the target needs {num_bytes / 1e9:,.2f} GB, but {path.parent} has {free / 1e9:,.2f} GB free"
         raise UserError(f"{words}; free space on this disk or give another target")
@@ -223,7 +223,7 @@ def runs_of_bytes(items: Iterable[T], num_bytes: Callable[[T], int], *, max_byte
         yield run
 
 
-def _free_bytes(path: Path) -> int:
+def free_bytes(path: Path) -> int:
     """Bytes free for this user where `path` is or would be."""
     place = path.absolute()
     while not place.exists():

@@ -13,10 +13,11 @@ import shutil
 import signal
 import stat
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 PREFIX = "megatron-rl-"
 SHORT = "/tmp"
@@ -54,7 +55,7 @@ class Scratch:
         if max_length is not None and len(str(path)) > max_length:
             path.rmdir()
             path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=SHORT))
-        (path / _OWNER).write_text(json.dumps(_identity(os.getpid())))
+        (path / _OWNER).write_text(json.dumps(process_identity(os.getpid())))
         return cls(path)
 
     def note(self, places: Iterable[Path]) -> None:
@@ -100,9 +101,19 @@ def remove_leftovers() -> list[str]:
     return removed
 
 
-def _identity(pid: int) -> dict[str, object]:
+def process_identity(pid: int) -> dict[str, int | str]:
     """Return the identity of a process among all with its number, of any time and in any container."""
     return {"pid": pid, "started": _state_and_start(pid)[1], "namespace": os.readlink("/proc/self/ns/pid"), "boot": _boot_id()}
+
+
+def lives_here(identity: Mapping[str, Any]) -> bool | None:
+    """Return True where a process of this `process_identity` lives, None for one of another machine or container.
+
+    Raises KeyError, TypeError or ValueError for anything else.
+    """
+    if identity["namespace"] != os.readlink("/proc/self/ns/pid") or identity["boot"] != _boot_id():
+        return None
+    return _lives(int(identity["pid"]), started=int(identity["started"]))
 
 
 def _boot_id() -> str:
@@ -119,9 +130,7 @@ def _is_abandoned(path: Path) -> bool:
     try:
         if not _is_mine(path):
             return False
-        owner = json.loads((path / _OWNER).read_text())
-        here = owner["namespace"] == os.readlink("/proc/self/ns/pid") and owner["boot"] == _boot_id()
-        return here and not _lives(int(owner["pid"]), started=int(owner["started"]))
+        return lives_here(json.loads((path / _OWNER).read_text())) is False
     except (OSError, ValueError, KeyError, TypeError):
         # Another process makes or removes the directory at this moment, or the content is not this program's.
         return False

@@ -17,7 +17,15 @@ ONE_BY_ONE = (
     "rollout.function=tests.e2e.one_by_one:rollout", "rollout.max_concurrent_requests=1", "rollout.sglang.disable_radix_cache=true",
 )  # fmt: skip
 """Releasing memory forgets cached prefixes, and a log-prob behind a cached prefix may be rounded in another way."""
-MEASURED = ("time/", "memory/", "engine/", "rollout/tokens_per_second", "train/tokens_per_second", "rollout/overlap_fraction")
+MEASURED = (
+    "time/",
+    "memory/",
+    "engine/",
+    "rollout/tokens_per_second",
+    "train/tokens_per_second",
+    "rollout/overlap_fraction",
+    "rollout/reward_wait_fraction",
+)
 """Metrics that no two runs share."""
 
 

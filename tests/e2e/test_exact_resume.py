@@ -37,7 +37,15 @@ REWARD = "reward.function=tests.e2e.one_by_one:score"
 SLOW_REWARD = ("reward.function=tests.e2e.one_by_one:slow_score", "reward.args={seconds: 0.02}")
 """The rewards of REWARD, one after the other: steps of a second at least, so that a loaded machine sees the run before its end."""
 RESUMABLE = 75
-MACHINE = ("time/", "memory/", "engine/", "rollout/tokens_per_second", "train/tokens_per_second", "rollout/overlap_fraction")
+MACHINE = (
+    "time/",
+    "memory/",
+    "engine/",
+    "rollout/tokens_per_second",
+    "train/tokens_per_second",
+    "rollout/overlap_fraction",
+    "rollout/reward_wait_fraction",
+)
 """Metrics that no two runs share."""
 PARITY = "weights/parity_"
 """Measured whenever a run starts."""

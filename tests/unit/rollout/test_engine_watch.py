@@ -165,8 +165,8 @@ def test_metrics_compare_engines_and_count_from_step_to_step() -> None:
 
     async def test(pool: EnginePool, watch: EngineWatch) -> None:
         assert watch.metrics() == {}
-        first.served.update(answers=2, prompt_tokens=30, cached_tokens=6, retractions=1)
-        second.served.update(answers=3, prompt_tokens=10, cached_tokens=5)
+        first.served.update(answers=2, prompt_tokens=30, cached_tokens=6, retractions=1, milliseconds=600, tokens=20)
+        second.served.update(answers=3, prompt_tokens=10, cached_tokens=5, milliseconds=900, tokens=10)
         async with pool.slots(4, urgency=Urgency.TRAINING):
             await watch.look()
             await watch.look()
@@ -178,7 +178,13 @@ def test_metrics_compare_engines_and_count_from_step_to_step() -> None:
             "engine/requests": 8 / 3, "engine/queue": 4 / 3, "engine/queue_max": 3,
             "engine/prefix_hits": 11 / 40, "engine/prefix_hits_min": 0.2, "engine/prefix_hits_max": 0.5,
             "engine/retractions": 1, "engine/retractions_max": 1,
+            "engine/token_s_of_fastest": 0.03, "engine/token_s_of_slowest": 0.09,
         })  # fmt: skip
+        states = watch.states()
+        assert [(each.requests, each.limit, each.answers, each.queue, each.kv_use) for each in states] == [
+            (0, 6, 2, 3, 0.7),
+            (0, 6, 3, 1, 0.1),
+        ]
         second.served.update(answers=1, prompt_tokens=4)
         assert metric_values(watch.metrics()) == {
             **dict.fromkeys(("engine/prefix_hits", "engine/prefix_hits_min", "engine/prefix_hits_max"), 0.0),

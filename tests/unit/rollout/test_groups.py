@@ -2,6 +2,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -464,3 +465,27 @@ def test_a_function_that_is_no_rollout_is_one_sentence(path: str, message: str, 
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UserError, match=message):
         load_rollout(RolloutSettings(function=path))
+
+
+def test_the_time_of_training_groups_is_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds on a clock that engine and reward move."""
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr("megatron_rl.rollout.groups.time", clock)
+
+    class Slow(Engine):
+        async def generate(self, *args: Any, **keywords: Any) -> Any:
+            clock.now += 3
+            return await super().generate(*args, **keywords)
+
+    async def score(sample: Sample) -> Reward:
+        clock.now += 2
+        return Reward(RewardOutcome.SCORED, 1.0)
+
+    async def work() -> None:
+        maker = make_maker(EnginePool([Slow()], max_requests=8), score=score)  # type: ignore[list-item]
+        prompt = Prompt(id="p", token_ids=np.array([1, 2]), text="")
+        await maker.make(prompt, num_samples=2)
+        await maker.make(prompt, num_samples=2, urgency=Urgency.EVALUATION)
+        assert (maker.generation_s, maker.reward_s) == (3.0, 4.0)
+
+    asyncio.run(work())

@@ -327,3 +327,41 @@ def test_a_coroutine_ends_with_the_death_of_a_watched_actor(watchdog: Watchdog) 
     with pytest.raises(WorkerDiedError):
         watchdog.wait(sync(), name="weight sync", owner="the engines", timeout_s=30)
     assert ended.wait(timeout=30)
+
+
+def test_a_wait_is_late_against_its_usual_time_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LATE_S", 0.2)
+    monkeypatch.setattr(module, "MEANWHILE_S", 0.02)
+    late: list[module.OpenWait] = []
+    with Watchdog(late=late.append) as watchdog:
+        with pytest.raises(DeadlineError):
+            # The first of a kind has no usual time.
+            watchdog.wait(Future(), name="training of step 1", owner="rank", timeout_s=0.4)
+        for step in range(2, 5):
+            watchdog.wait(finished(step), name=f"training of step {step}", owner="rank", timeout_s=9)
+        assert watchdog.wait(asyncio.sleep(0.1, 7), name="training of step 5", owner="rank", timeout_s=9) == 7
+        assert late == []
+        with pytest.raises(DeadlineError):
+            watchdog.wait([finished(1), Future(), Future()], name="training of step 6", owner="rank", timeout_s=0.6)
+        (wait,) = late
+        assert (wait.name, wait.owners, wait.timeout_s) == ("training of step 6", ("rank 1", "rank 2"), 0.6)
+        assert wait.seconds > 0.2 and wait.state().late and wait.usual_s is not None and wait.usual_s < 0.2
+        assert watchdog.open_waits == []
+
+
+@pytest.mark.parametrize(
+    ("seconds", "late_after_s"), [([5.0, 6.0, 7.0], 36.0), ([1.0, 1.0, 90.0], 180.0), ([0.1] * 9, 20.0), ([5.0] * 2, 900.0)]
+)
+def test_the_bound_of_a_late_wait(watchdog: Watchdog, seconds: list[float], late_after_s: float) -> None:
+    watchdog._seconds["sync to version N"].extend(seconds)
+    with watchdog._opened({Future(): "engine 0"}, name="sync to version 12", timeout_s=900.0) as wait:
+        assert watchdog.open_waits == [wait] and wait.late_after_s == late_after_s
+    assert len(watchdog._seconds["sync to version N"]) == len(seconds) + 1
+
+
+def test_a_wait_that_fails_says_nothing_about_the_usual_time(watchdog: Watchdog) -> None:
+    failed: Future = Future()
+    failed.set_exception(UserError("no"))
+    with pytest.raises(UserError):
+        watchdog.wait(failed, name="work", owner="part", timeout_s=1)
+    assert watchdog.open_waits == [] and not watchdog._seconds["work"]

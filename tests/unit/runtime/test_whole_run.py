@@ -25,9 +25,11 @@ from megatron_rl.evaluation.graded_answers import read_answers
 from megatron_rl.observe.metrics import Metric
 from megatron_rl.observe.sinks import METRICS_FILE, read_metrics
 from megatron_rl.observe.summary import read_summary
+from megatron_rl.report.status import RunReport, report_status
 from megatron_rl.runtime import session, start
 from megatron_rl.runtime.start import RunStart
 from megatron_rl.runtime.watchdog import Watchdog
+from megatron_rl.system.stacks import STACKS_VARIABLE
 from megatron_rl.types import Group, Ints, Reward, Sample, TrainBatch
 
 
@@ -41,6 +43,41 @@ def test_a_run_whose_output_nobody_reads_goes_on(
     summary = read_summary(tmp_path / "run")
     assert summary is not None and (summary.status, summary.steps) == ("finished", 2)
     assert capsys.readouterr().err.count("nobody reads the output any more; the run goes on") == 1
+
+
+@pytest.mark.parametrize("override", ["data.samples_per_prompt=2", "objective.policy_loss=sft"])
+def test_a_run_leaves_its_last_state(make_settings: Callable[..., Settings], tmp_path: Path, override: str) -> None:
+    session.train(make_settings(override), resume=False)
+    report = report_status(tmp_path / "run")
+    assert (report.life, report.step, report.num_steps, report.state is not None) == ("finished", 2, 2, True)
+    assert report.state is not None and report.state.waits == () and STACKS_VARIABLE not in os.environ
+    assert [engine.url for engine in report.state.engines] == ([] if "sft" in override else ["url"])
+
+
+def test_a_late_wait_leaves_the_stacks_of_the_run(
+    make_settings: Callable[..., Settings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own, states = Client.generate, list[RunReport]()
+
+    async def generate(self: Client, token_ids: Ints, **keywords: Any) -> tuple[Generation, ...]:
+        for _ in range(200 if Client.version == 4 else 0):
+            await asyncio.sleep(0.01)
+        if Client.version == 4 and not states:
+            states.append(await asyncio.to_thread(report_status, tmp_path / "run"))
+        return await own(self, token_ids, **keywords)
+
+    monkeypatch.setattr(Client, "generate", generate)
+    monkeypatch.setattr(Ranks, "stacks", lambda self, timeout_s: [["train_shard (trainer.py:7)"], None], raising=False)
+    monkeypatch.setattr("megatron_rl.runtime.watchdog.LATE_S", 0.3)
+    monkeypatch.setattr("megatron_rl.observe.live_state.STATUS_S", 0.1)
+    session.train(make_settings("data.samples_per_prompt=2", "run.num_steps=5"), resume=False)
+    path = tmp_path / "run" / "logs" / "stacks.txt"
+    said, text = " ".join(capsys.readouterr().out.split()), path.read_text()
+    assert "note: rollout of step 5 has taken" in said and f"stacks of the run's processes are in {path}" in said
+    assert said.count("has taken") == 1 and text.count("=====") == 1
+    assert "_wait_openly" in text and "Megatron rank 0\ntrain_shard (trainer.py:7)" in text and "Megatron rank 1\ndoes not answer" in text
+    report, *_ = states
+    assert report.life == "late" and "rollout of step 5" in report.advice[0] and "rollout of step 5 has taken" in "".join(report.lines())
 
 
 def test_a_run_with_engines(make_settings: Callable[..., Settings], tmp_path: Path) -> None:

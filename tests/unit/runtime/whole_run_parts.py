@@ -83,6 +83,7 @@ class Client:
     """An engine that gives token 2 + k as the k-th response, and log-prob -1 to everything."""
 
     version, weights = 0, ""
+    is_paused = False
 
     def __init__(self, address: EngineAddress, **_: object) -> None:
         self.address = address

@@ -1,0 +1,128 @@
+"""What the rows of a run show to be wrong, one sentence each, with the setting to turn.
+
+Order: liveness, then learning, and tuning only where neither has anything to say. Shares are
+medians of the newest rows, so that no single step speaks.
+"""
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+
+from megatron_rl.observe.live_state import WaitState
+
+Rows = Mapping[int, Mapping[str, float]]
+NEWEST, FEWEST_ROWS, FEWEST_OF_A_TREND = 5, 3, 12
+"""Rows of a share, rows without which nothing is said, and those of a comparison of the run's ends."""
+ABORTED, ZERO_VARIANCE, TRUNCATED, KV_USE, SLOW_ENGINE, REWARD_SHARE = 0.05, 0.5, 0.25, 0.9, 2.0, 0.5
+ENTROPY_LEFT, PARITY_GROWTH, LENGTH_GROWTH, WAIT_SHARE, STALE = 0.15, 3.0, 2.0, 0.8, 0.1
+"""Bounds: shares of 1, or the newest rows over the first ones."""
+
+
+def advise(rows: Rows, *, waits: Sequence[WaitState] = ()) -> tuple[str, ...]:
+    """Return a sentence for each thing that is wrong, the most urgent first; none of a healthy run.
+
+    `rows` are the metrics of steps in rising order, `waits` those in progress.
+    """
+    steps = {step: row for step, row in rows.items() if step}
+    found = [*_liveness(steps, waits), *_learning(steps)]
+    return tuple(found or _tuning(steps))
+
+
+def _liveness(rows: Rows, waits: Sequence[WaitState]) -> Iterator[str]:
+    for wait in waits:
+        if wait.late:
+            yield f"{wait}: look at logs/stacks.txt; it ends after {wait.deadline_s:.0f} s (model.deadline_s)"
+    samples = _total(rows, "rollout/num_samples")
+    failed = _total(rows, "rollout/reward_errors") + _total(rows, "rollout/reward_timeouts")
+    if samples and failed > ABORTED * samples:
+        share, fix = failed / samples, "mend reward.function, or raise reward.timeout_s"
+        yield f"{share:.0%} of reward calls fail or run out of time: see logs/rewards.log; {fix}"
+    failures = _total(rows, "rollout/failures")
+    if failures > ABORTED * (samples + failures):
+        share = failures / (samples + failures)
+        yield f"{share:.0%} of trajectories are not made: see logs/rollout.log; mend the rollout, or raise rollout.timeout_s"
+    if (aborted := _newest(rows, "rollout/aborted_fraction")) > ABORTED:
+        yield f"{aborted:.0%} of responses are aborted: see logs/engine-0.log; raise model.deadline_s where requests run out of time"
+    if restarts := _total(rows, "engine/restarts"):
+        where = f"in {len(_tail(rows))} steps: see logs/engine-*.log; rollout.engine_restarts bounds it"
+        yield f"engines were started again {restarts:.0f} times {where}"
+    if skipped := _total(rows, "train/skipped_steps"):
+        cause = "a non-finite loss or gradient: see dumps; lower training.optimizer.lr"
+        yield f"{skipped:.0f} optimizer steps were left out for {cause}"
+    if (growth := _growth(rows, "weights/scored_mean")) > PARITY_GROWTH:
+        fix = "resume the run, and let weights.parity_threshold end it earlier"
+        yield f"engine and trainer drift apart, {growth:.1f} times the first difference: {fix}"
+
+
+def _learning(rows: Rows) -> Iterator[str]:
+    if (share := _newest(rows, "rollout/zero_variance_fraction")) > ZERO_VARIANCE:
+        prefix = "rollout/zero_variance_fraction/"
+        rewards = {name.removeprefix(prefix) for row in _tail(rows) for name in row if name.startswith(prefix)}
+        # The reward that most of these groups have.
+        common = max(rewards, key=lambda reward: _total(rows, f"{prefix}{reward}"), default=None)
+        kind = "other" if common is None else "harder" if float(common) > _newest(rows, "rollout/reward") else "easier"
+        fix = f"{kind} prompts, or objective.zero_variance: resample"
+        yield f"{share:.0%} of groups have one reward and teach nothing: {fix}"
+    if (share := _newest(rows, "rollout/truncated_fraction")) > TRUNCATED:
+        yield f"{share:.0%} of responses are cut by the token budget: raise rollout.sampling.max_response_tokens"
+    if 0 < _growth(rows, "train/entropy") < ENTROPY_LEFT:
+        left, fix = _growth(rows, "train/entropy"), "raise objective.policy_loss.high, or lower training.optimizer.lr"
+        yield f"entropy has collapsed to {left:.0%} of the first steps': {fix}"
+    if (growth := _growth(rows, "rollout/response_length")) > LENGTH_GROWTH and not _gain(rows, "rollout/reward") > 0:
+        fix = "bound them by the reward or objective.aggregation"
+        yield f"responses are {growth:.1f} times as long as at first without more reward: {fix}"
+    if (share := _newest(rows, "rollout/stale_context_fraction")) > STALE:
+        yield f"{share:.0%} of tokens are too old to be trained on: raise rollout.max_staleness"
+
+
+def _tuning(rows: Rows) -> Iterator[str]:
+    if (use := _newest(rows, "engine/kv_use_max")) > KV_USE:
+        yield f"engines fill {use:.0%} of their key-value memory: lower rollout.max_concurrent_requests, or leave it null"
+    fast, slow = _newest(rows, "engine/token_s_of_fastest"), _newest(rows, "engine/token_s_of_slowest")
+    if slow > SLOW_ENGINE * fast > 0:
+        fix = "look at its node, or lower rollout.num_engines"
+        yield f"one engine takes {slow / fast:.1f} times as long for a token as the fastest: {fix}"
+    wait, train = _newest(rows, "time/rollout_wait"), _newest(rows, "time/train")
+    if (share := _newest(rows, "rollout/reward_wait_fraction")) > REWARD_SHARE and wait > train:
+        yield f"groups spend {share:.0%} of their time with rewards: a faster reward.function, or more CPUs for its workers"
+    if _newest(rows, "rollout/staleness") > 0 and wait > WAIT_SHARE * (wait + train):
+        fix = "more GPUs for rollout.num_engines, fewer ranks"
+        yield f"training waits {wait:.1f} s a step for samples that are made ahead: {fix}"
+
+
+def _tail(rows: Rows) -> list[Mapping[str, float]]:
+    return list(rows.values())[-NEWEST:]
+
+
+def _values(rows: Rows, name: str) -> list[float]:
+    """Return the finite values of a metric, in order."""
+    return [row[name] for row in rows.values() if math.isfinite(row.get(name, math.nan))]
+
+
+def _total(rows: Rows, name: str) -> float:
+    """Return the sum over the newest rows."""
+    return sum(row[name] for row in _tail(rows) if math.isfinite(row.get(name, math.nan)))
+
+
+def _newest(rows: Rows, name: str) -> float:
+    """Return the median over the newest rows, NaN with fewer than FEWEST_ROWS."""
+    values = _values(rows, name)[-NEWEST:]
+    return statistics.median(values) if len(values) >= FEWEST_ROWS else math.nan
+
+
+def _ends(rows: Rows, name: str) -> tuple[float, float]:
+    """Return the median of the first and of the newest rows, NaN with fewer than FEWEST_OF_A_TREND."""
+    values = _values(rows, name)
+    if len(values) < FEWEST_OF_A_TREND:
+        return math.nan, math.nan
+    return statistics.median(values[:NEWEST]), statistics.median(values[-NEWEST:])
+
+
+def _growth(rows: Rows, name: str) -> float:
+    first, last = _ends(rows, name)
+    return last / first if first > 0 else math.nan
+
+
+def _gain(rows: Rows, name: str) -> float:
+    first, last = _ends(rows, name)
+    return last - first

@@ -1,0 +1,119 @@
+"""Advice on recorded rows: none on healthy runs, one sentence with a setting on each thing that is wrong.
+
+tests/data/rows/runs.json has rows of real runs: three healthy ones, and ones that were slowed on purpose.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeAlias
+
+import pytest
+
+from megatron_rl.config.settings_reference import setting_fields
+from megatron_rl.observe.advice import FEWEST_ROWS, NEWEST, advise
+from megatron_rl.observe.live_state import WaitState
+from megatron_rl.observe.metrics import find_info
+
+Rows: TypeAlias = dict[int, dict[str, float]]
+RUNS: dict[str, Rows] = {
+    name: {int(step): row for step, row in rows.items()}
+    for name, rows in json.loads((Path(__file__).parents[2] / "data" / "rows" / "runs.json").read_text()).items()
+}
+HEALTHY = ("synchronous", "asynchronous", "reasoning")
+LATE = WaitState(name="training of step 9", owners=("Megatron rank 1",), seconds=60, usual_s=5, deadline_s=3600, late=True)
+
+
+def changed(**values: float | Callable[[int, float], float]) -> Rows:
+    """The healthy synchronous run with other values of metrics, whose names have - for /."""
+    rows = {step: dict(row) for step, row in RUNS["synchronous"].items()}
+    for step, row in rows.items():
+        for given, value in values.items():
+            name = given.replace("__", "/", 1)
+            row[name] = value if not callable(value) else value(step, row.get(name, 1.0))
+    return rows
+
+
+WRONG: dict[str, tuple[Rows, str]] = {
+    "reward calls": (changed(rollout__reward_timeouts=30), "6% of reward calls fail .* reward.timeout_s"),
+    "trajectories": (changed(rollout__failures=64), "11% of trajectories are not made.* rollout.timeout_s"),
+    "aborted": (changed(rollout__aborted_fraction=0.06), "6% of responses are aborted.* model.deadline_s"),
+    "restarts": (changed(engine__restarts=1), r"engines were started again 5 times in 5 steps.* rollout.engine_restarts"),
+    "skipped": (changed(train__skipped_steps=lambda step, _: float(step == 11)), "1 optimizer steps were left out.* training.optimizer.lr"),
+    "parity": (changed(weights__scored_mean=lambda step, _: 1e-6 * step), "drift apart, 3.[0-9] times.* weights.parity_threshold"),
+    "too easy": (
+        changed(**{"rollout__zero_variance_fraction": 0.6, "rollout__zero_variance_fraction/1.0": 0.5}),
+        "60% of groups have one reward.* harder prompts, or objective.zero_variance",
+    ),
+    "too hard": (
+        changed(**{"rollout__zero_variance_fraction": 0.6, "rollout__zero_variance_fraction/0.0": 0.5}),
+        "60% of groups have one reward.* easier prompts",
+    ),
+    "truncated": (changed(rollout__truncated_fraction=0.26), "26% of responses are cut.* rollout.sampling.max_response_tokens"),
+    "entropy": (changed(train__entropy=lambda step, _: 0.5**step), "entropy has collapsed to 1% .* objective.policy_loss.high"),
+    "length": (
+        changed(rollout__response_length=lambda step, _: 9.0 * step, rollout__reward=0.5),
+        "responses are 3.3 times as long as at first without more reward.* objective.aggregation",
+    ),
+    "stale": (changed(rollout__stale_context_fraction=0.2), "20% of tokens are too old.* rollout.max_staleness"),
+    "memory": (changed(engine__kv_use_max=0.95), "95% of their key-value memory.* rollout.max_concurrent_requests"),
+    "engine": (
+        changed(engine__token_s_of_fastest=0.02, engine__token_s_of_slowest=0.05),
+        "one engine takes 2.5 times as long for a token.* rollout.num_engines",
+    ),
+    "rewards": (
+        changed(rollout__reward_wait_fraction=0.7, time__rollout_wait=9, time__train=2),
+        "70% of their time with rewards.* reward.function",
+    ),
+    "samples": (
+        changed(rollout__staleness=1, time__rollout_wait=9, time__train=2),
+        "training waits 9.0 s a step for samples.* rollout.num_engines",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_healthy_run_gets_no_advice(name: str) -> None:
+    assert len(RUNS[name]) > 10 and advise(RUNS[name]) == ()
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_each_fault_has_one_sentence_with_a_setting(name: str) -> None:
+    rows, words = WRONG[name]
+    (sentence,) = advise(rows)
+    assert re.search(words, sentence)
+    settings = [word for word in re.findall(r"[a-z_]+(?:\.[a-z_]+)+", sentence) if not word.endswith(".log")]
+    known = {field.path for field in setting_fields()}
+    assert settings and all(word in known or word.startswith(("training.optimizer.", "objective.aggregation")) for word in settings)
+
+
+def test_what_is_read_is_in_the_table_of_metrics() -> None:
+    text = (Path(__file__).parents[3] / "megatron_rl" / "observe" / "advice.py").read_text()
+    names = set(re.findall(r'"((?:rollout|engine|train|weights|time)/\w+)"', text))
+    assert len(names) > 20 and all(find_info(name) for name in names)
+
+
+def test_a_late_wait_comes_first_and_hushes_tuning() -> None:
+    rows = changed(engine__kv_use_max=0.95, rollout__truncated_fraction=0.5)
+    first, second = advise(rows, waits=(LATE,))
+    assert "training of step 9 has taken 60 s, usually 5.0 s; waiting for Megatron rank 1" in first
+    assert "are cut by the token budget" in second
+    assert advise(changed(), waits=(LATE,)) == (first,)
+
+
+def test_a_single_step_says_nothing() -> None:
+    for name in ("rollout__truncated_fraction", "engine__kv_use_max", "rollout__aborted_fraction"):
+        assert advise(changed(**{name: lambda step, value: 0.99 if step == 12 else 0.0})) == ()
+
+
+def test_few_rows_and_missing_numbers_say_nothing() -> None:
+    rows = changed(rollout__truncated_fraction=0.9)
+    assert advise({step: row for step, row in rows.items() if step < FEWEST_ROWS}) == () and advise({}) == ()
+    assert advise(changed(rollout__truncated_fraction=math.nan, engine__restarts=math.nan)) == ()
+    assert NEWEST > FEWEST_ROWS - 1
+
+
+def test_the_row_before_the_first_step_is_none_of_them() -> None:
+    assert advise({0: {"engine/restarts": 3.0, "rollout/num_samples": 1.0}}) == ()
