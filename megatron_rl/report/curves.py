@@ -66,7 +66,7 @@ def draw_comparison(runs: Mapping[str, Steps], *, title: str) -> bytes:
         for step, values in of_run.items():
             steps.setdefault(step, {}).update({f"{run}/{name}": value for name, value in values.items()})
     sets = dict.fromkeys(name for of_run in runs.values() for values in of_run.values() for name in values)
-    panels = [Panel(f"{name}, held-out", {run: f"{run}/{name}" for run in runs}, sparse=True) for name in sets]
+    panels = [Panel(name, {run: f"{run}/{name}" for run in runs}, sparse=True) for name in sets]
     return draw_curves(dict(sorted(steps.items())), title=title, panels=panels)
 
 

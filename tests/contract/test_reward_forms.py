@@ -116,7 +116,7 @@ def server() -> Iterator[Server]:
     app.router.add_post("/v1/chat/completions", made.judge)
 
     async def begin() -> web.AppRunner:
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        runner = web.AppRunner(app, shutdown_timeout=5.0)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         made.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
