@@ -20,7 +20,8 @@ from megatron_rl.config.data_settings import DataFiles, DataSettings
 from megatron_rl.config.derived import reward_workers
 from megatron_rl.config.load import parse_yaml
 from megatron_rl.config.settings import RewardSettings
-from megatron_rl.data.row_files import Row, read_rows
+from megatron_rl.data.row_files import Row
+from megatron_rl.data.row_table import read_rows
 from megatron_rl.data.source import messages_of
 from megatron_rl.errors import UserError
 from megatron_rl.rewards.runner import MAX_CALLS, RewardRunner

@@ -3,17 +3,18 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from itertools import islice
+from typing import Any
 
 from megatron_rl.config.eval_sets import EvalSet
 from megatron_rl.config.settings import RewardSettings
 from megatron_rl.data.source import RunPrompts
 from megatron_rl.errors import UserError
-from megatron_rl.types import Prompt, Reward, Sample
+from megatron_rl.plugins.kinds import BUILT_IN_REWARDS
+from megatron_rl.rewards.mixture import Part, chosen_part
+from megatron_rl.types import Prompt, Reward, RewardOutcome, Sample
 
-RIGHT_RESPONSES: Mapping[str, Callable[[Prompt], str]] = {
-    "megatron_rl.rewards.math:score": lambda prompt: f"\\boxed{{{prompt.label}}}",
-}
-"""For each built-in function that has them: the response that answers a prompt with its label, and has a reward above 0."""
+_STATING = frozenset(BUILT_IN_REWARDS[name] for name in ("math", "exact", "choice", "reasoning_gym"))
+"""Rewards whose label is a right answer as it is."""
 
 Score = Callable[[Sample], Awaitable[Reward]]
 _AT_ONCE = 512
@@ -25,31 +26,56 @@ async def check_gold(prompts: RunPrompts, reward: RewardSettings, *, score: Scor
     Those of `sets` with a function of their own are not tried. A row whose label
     is not scored is left out by `data.max_bad_rows`. Raises UserError beyond, and for held-out rows.
     """
-    right = RIGHT_RESPONSES.get(reward.function or "")
-    if right is None or not reward.check_labels:
+    path = BUILT_IN_REWARDS.get(reward.function or "", reward.function)
+    if path not in (*_STATING, BUILT_IN_REWARDS["by_row"]) or not reward.check_labels:
         return
     if prompts.trains:
-        prompts.source.leave_out(await _unscored(prompts.source.labelled(), score, right))
+        prompts.source.leave_out(await _unscored(prompts.source.labelled(), score, reward))
     for name, held_out in prompts.held_out.items():
-        found = [] if sets[name].reward else await _unscored((one for one in held_out if one.label is not None), score, right)
+        found = [] if sets[name].reward else await _unscored((one for one in held_out if one.label is not None), score, reward)
         if reason := next((reason for reason in found if reason is not None), None):
             raise UserError(f"eval.sets.{name}: {reason}")
 
 
-async def _unscored(prompts: Iterable[Prompt], score: Score, right: Callable[[Prompt], str]) -> list[str | None]:
+async def _unscored(prompts: Iterable[Prompt], score: Score, reward: RewardSettings) -> list[str | None]:
     """Return for each prompt why its label is no answer, None where it is. Equal labels and fields are scored once."""
-    reasons, tried, rest = list[str | None](), dict[int, Reward](), iter(prompts)
+    reasons, tried, rest = list[str | None](), dict[int, Reward | None](), iter(prompts)
     while part := [(hash((prompt.label, str(prompt.metadata))), prompt) for prompt in islice(rest, _AT_ONCE)]:
         new = {key: prompt for key, prompt in part if key not in tried}
-        rewards = await asyncio.gather(*(score(Sample.written(prompt, text=right(prompt))) for prompt in new.values()))
+        rewards = await asyncio.gather(*(_reward_of_label(prompt, score, reward) for prompt in new.values()))
         tried |= zip(new, rewards, strict=True)
         reasons += [_reason(prompt, tried[key]) for key, prompt in part]
     return reasons
 
 
-def _reason(prompt: Prompt, reward: Reward) -> str | None:
-    if reward.value is not None and reward.value > 0:
+async def _reward_of_label(prompt: Prompt, score: Score, reward: RewardSettings) -> Reward | None:
+    try:
+        response = right_response(prompt, reward.function, reward.args)
+    except ValueError as error:
+        return Reward(RewardOutcome.ERROR, message=str(error))
+    return None if response is None else await score(Sample.written(prompt, text=response))
+
+
+def _reason(prompt: Prompt, reward: Reward | None) -> str | None:
+    if reward is None or (reward.value is not None and reward.value > 0):
         return None
     got = reward.message.strip().partition("\n")[0] or f"a response with this answer has the reward {reward.value}"
     fix = "correct it, raise data.max_bad_rows, or set reward.check_labels=false"
     return f"{prompt.id}: the label {prompt.label!r:.80} cannot be scored ({got}); {fix}"
+
+
+def right_response(prompt: Prompt, function: str | None, args: Mapping[str, Any]) -> str | None:
+    """Return the label as a response, None where reward `function` has no such response, or the prompt no label.
+
+    Raises ValueError for a row without a function of `by_row`.
+    """
+    path = BUILT_IN_REWARDS.get(function or "", function)
+    if path == BUILT_IN_REWARDS["by_row"]:
+        functions = {value: one if isinstance(one, str) else Part(**one) for value, one in args["functions"].items()}
+        part = chosen_part(prompt.metadata, args["key"], functions)
+        return right_response(prompt, part.function, part.args)
+    # A pattern that finds answers cannot be turned round.
+    if path not in _STATING or args.get("extract") is not None or prompt.label is None:
+        return None
+    is_bare = path == BUILT_IN_REWARDS["math"] and "\\boxed" not in prompt.label and "$" not in prompt.label
+    return f"\\boxed{{{prompt.label}}}" if is_bare else prompt.label

@@ -21,7 +21,8 @@ from megatron_rl.data import row_table
 from megatron_rl.data.row_table import Rows, read_rows
 from megatron_rl.data.source import RunPrompts
 from megatron_rl.errors import UserError
-from megatron_rl.rewards.gold import RIGHT_RESPONSES, check_gold
+from megatron_rl.rewards import gold
+from megatron_rl.rewards.gold import check_gold
 from megatron_rl.rewards.math import score as math_score
 from megatron_rl.types import Reward, RewardOutcome, Sample
 
@@ -192,6 +193,6 @@ def test_labels_that_math_cannot_score_are_bad_rows(prompts: Prompts, tmp_path: 
     with pytest.raises(UserError, match=r"eval\.sets\.own: own-0: the label ' '"):
         try_labels(prompts(good, held, "data.max_bad_rows=9"), held)
     # An answer that is read, but has no reward, is none either.
-    monkeypatch.setitem(RIGHT_RESPONSES, "megatron_rl.rewards.math:score", lambda prompt: "\\boxed{7}")  # type: ignore[arg-type]
+    monkeypatch.setattr(gold, "right_response", lambda *_: "\\boxed{7}")
     with pytest.raises(UserError, match=r"rows\.jsonl:1: the label '12' .* has the reward 0\.0"):
         try_labels(prompts(good))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megatron_rl.errors import UserError
-from megatron_rl.rewards.right_responses import right_response
+from megatron_rl.rewards.gold import right_response
 from megatron_rl.rewards.worker import call_all, form_of
 from megatron_rl.types import Prompt, Reward, RewardOutcome, Sample
 
