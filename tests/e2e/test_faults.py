@@ -214,8 +214,8 @@ IN_GATE = {("engine killed", "sync")}
 
 
 def needs_its_own(name: str) -> bool:
-    """True of a fault that needs other settings of a run, or ends it."""
-    return bool(FAULTS[name].words or FAULTS[name].status) or name == "clock jumps"
+    """True of a fault that needs other settings of a run, ends it, or takes a node away."""
+    return bool(FAULTS[name].words or FAULTS[name].status) or name == "clock jumps" or name.startswith("node of")
 
 
 def cases() -> list[Any]:
@@ -291,7 +291,8 @@ def begin(
     def prepare(mode: str, *words: str, place: Path = tmp_path) -> Callable[..., Any]:
         command, roots = arguments(task, chat_task, place / "run", mode=mode, words=words), list[int]()
         if mode == "nodes":
-            command += ["--ray-address", cluster("2,0", "2,0", "2,0", "2,0")]
+            # The first one, without slots, is the driver's, whose loss would be that of the driver.
+            command += ["--ray-address", cluster("0,0", "2,0", "2,0", "2,0")]
             roots += [each.pid for each in psutil.Process().children() if "ray.cluster_utils" in " ".join(each.cmdline())]
 
         def run(*more: str) -> Any:

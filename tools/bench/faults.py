@@ -44,6 +44,7 @@ def overrides(task: Path, *, num_steps: int) -> list[str]:
     """Return the run's settings: small, saved at every step."""
     paths = [f"run.directory={task.parent}/run", f"model.path={task}/model", f"data.train={task}/train.jsonl", "eval={}"]
     sizes = ["data.prompts_per_step=16", "data.samples_per_prompt=4", f"run.num_steps={num_steps}", "run.save_interval=1"]
+    sizes += ["training.schedule.warmup_steps=1"]
     counts = ["rollout.num_engines=2", "training.topology.num_ranks=2", "run.keep_checkpoints=1"]
     return [*paths, *sizes, *counts, "runtime.restarts=1000", "rollout.engine_restarts=1000"]
 
