@@ -6,7 +6,7 @@
 # Model, task  those of examples/quickstart.sh with seed 1; 20 steps of 64 prompts
 # Hardware     2 CPU cores
 # Duration     about 15 minutes
-# Expected     README.md beside this file
+# Expected     not measured yet; README.md beside this file says what is compared
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
 
