@@ -33,10 +33,9 @@ def pack(bucket: Described, changed: Iterable[tuple[Tensor, Tensor]], *, base: s
         counts.append(len(places))
         parts += [_bytes(places.to(torch.int32)), _bytes(values)]
         device = places.device
-    header = json.dumps({"base": base, "tensors": bucket, "changed": counts}).encode()
-    header_bytes = _bytes(torch.frombuffer(bytearray(header), dtype=torch.uint8)).to(device)
-    size = torch.tensor([len(header_bytes)], device=device).view(torch.uint8)
-    body = torch.cat([size, header_bytes, *parts])
+    text = json.dumps({"base": base, "tensors": bucket, "changed": counts})
+    header = _bytes(torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)).to(device)
+    body = torch.cat([torch.tensor([len(header)], device=device).view(torch.uint8), header, *parts])
     return torch.cat([torch.tensor([checksum(body)], device=device).view(torch.uint8), body])
 
 
