@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Run = tuple[torch.dtype, int]
-"""A number of elements of one dtype behind each other in a bucket."""
 Described = Sequence[tuple[str, str, Sequence[int]]]
 """Name, dtype (torch's, without the prefix) and shape of each tensor of a bucket."""
 
@@ -35,20 +33,10 @@ def pack(bucket: Described, changed: Iterable[tuple[Tensor, Tensor]], *, base: s
         counts.append(len(places))
         parts += [_bytes(places.to(torch.int32)), _bytes(values)]
         device = places.device
-    header = _bytes(_text(json.dumps({"base": base, "tensors": bucket, "changed": counts})))
-    size = torch.tensor([len(header)]).view(torch.uint8)
-    body = torch.cat([size.to(device), header.to(device), *parts])
+    text = json.dumps({"base": base, "tensors": bucket, "changed": counts})
+    header = _bytes(torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)).to(device)
+    body = torch.cat([torch.tensor([len(header)], device=device).view(torch.uint8), header, *parts])
     return torch.cat([torch.tensor([checksum(body)], device=device).view(torch.uint8), body])
-
-
-def runs_of(bucket: Described) -> list[Run]:
-    """Return the runs of a bucket."""
-    elements = [(getattr(torch, dtype), torch.Size(shape).numel()) for _, dtype, shape in bucket]
-    return [(dtype, sum(count for _, count in each)) for dtype, each in itertools.groupby(elements, key=lambda element: element[0])]
-
-
-def _text(text: str) -> Tensor:
-    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -94,25 +82,22 @@ class Merge:
         header = json.loads(delta[_HEAD : _HEAD + size].cpu().numpy().tobytes())
         if header["base"] != base:
             raise RuntimeError(f"a delta is to the weights {header['base']}, and this engine has {base}; it needs all weights")
-        bucket: Described = header["tensors"]
-        runs = runs_of(bucket)
-        num_bytes = sum(count * dtype.itemsize for dtype, count in runs)
+        bucket = [(name, getattr(torch, dtype), torch.Size(shape)) for name, dtype, shape in header["tensors"]]
+        num_bytes = sum(shape.numel() * dtype.itemsize for _, dtype, shape in bucket)
         if len(self._scratch) < num_bytes:
             self._scratch = torch.full((num_bytes,), 255, dtype=torch.uint8, device=delta.device)
-        self._changed = []
-        read, start = _HEAD + size, 0
-        for (dtype, count), num_changed in zip(runs, header["changed"], strict=True):
+        read, start, tensors, self._changed = _HEAD + size, 0, list[tuple[str, Tensor]](), []
+        runs = itertools.groupby(bucket, key=lambda each: each[1])
+        for (dtype, run), num_changed in zip(runs, header["changed"], strict=True):
             places, read = _take(delta, read, torch.int32, num_changed)
             values, read = _take(delta, read, dtype, num_changed)
-            self._changed.append((places.long() + start // dtype.itemsize, values))
-            self._elements(dtype)[self._changed[-1][0]] = values
-            start += count * dtype.itemsize
-        tensors, start = [], 0
-        for name, dtype_name, shape in bucket:
-            dtype = getattr(torch, dtype_name)
-            end = start + torch.Size(shape).numel() * dtype.itemsize
-            tensors.append((name, self._scratch[start:end].view(dtype).view(shape)))
-            start = end
+            places = places.long() + start // dtype.itemsize
+            self._elements(dtype)[places] = values
+            self._changed.append((places, values))
+            for name, _, shape in run:
+                end = start + shape.numel() * dtype.itemsize
+                tensors.append((name, self._scratch[start:end].view(dtype).view(shape)))
+                start = end
         return tensors
 
     @contextmanager

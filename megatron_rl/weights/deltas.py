@@ -28,9 +28,8 @@ _PART = 2**16  # elements that are compared together
 Numbers = npt.NDArray[Any]
 
 
-DIGEST: Literal["digest"] = "digest"
-END = "end"
-"""Announcements: of the message before all buckets for comparison, and behind the last message."""
+DIGEST: Literal["digest"] = "digest"  # announces that all buckets follow, for comparison
+END = "end"  # is announced behind the last message
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,7 +135,7 @@ def check_all_taken(source: Iterator[tuple[str, Tensor]]) -> None:
 
 
 def next_weight(source: Iterator[tuple[str, Tensor]], spec: WeightSpec) -> Tensor:
-    """Return the next tensor [...] of `source`. Raises ValueError for another one than `spec` says."""
+    """Return the next tensor of `source`, of any shape. Raises ValueError for another one than `spec` says."""
     name, tensor = next(source, (None, None))
     got = WeightSpec.of(name, tensor) if name is not None and tensor is not None else None
     if got != spec or tensor is None:

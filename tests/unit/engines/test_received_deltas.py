@@ -26,7 +26,7 @@ SHAPES = {
     "experts": ("bfloat16", (2, 4, 6)),
 }
 MANIFEST = [WeightSpec(name, dtype, shape) for name, (dtype, shape) in SHAPES.items()]
-BUCKETS = make_buckets(MANIFEST, max_bytes=400)
+BUCKETS = make_buckets(MANIFEST, max_bytes=250)
 
 
 class Model(torch.nn.Module):
@@ -55,7 +55,7 @@ class Model(torch.nn.Module):
                 for index, expert in enumerate(tensor):
                     own["experts"].data[index].copy_(expert.T)
             elif name == "head":
-                # In the memory of the bias of the bucket before.
+                # In the memory of those of the buckets before.
                 own["head"].data.copy_(tensor.float())
             elif name == "one":
                 own["one"].data.copy_(torch.cat([tensor * 2]))
@@ -81,11 +81,11 @@ def fresh(seed: int) -> dict[str, Tensor]:
 
 
 def changed(weights: dict[str, Tensor], *, seed: int, share: float) -> dict[str, Tensor]:
-    """The first element of each, and a share of all."""
+    """An element of each, and a share of all."""
     generator, moved = torch.Generator().manual_seed(seed), fresh(seed)
     masks = {name: torch.rand(tensor.shape, generator=generator) < share for name, tensor in weights.items()}
     for mask in masks.values():
-        mask.view(-1)[0] = True
+        mask.view(-1)[-1] = True
     return {name: torch.where(masks[name], moved[name], tensor) for name, tensor in weights.items()}
 
 

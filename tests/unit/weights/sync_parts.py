@@ -144,6 +144,7 @@ class Run:
         ranks_per_engine: int = 1,
         timeout_s: float = SYNC_TIMEOUT_S,
         check_interval: int = 0,
+        deltas: bool = False,
     ) -> WeightSync:
         """A sync of a pool of the first `num_members` engines, all where None."""
 
@@ -158,6 +159,7 @@ class Run:
                 timeout_s=timeout_s,
                 bucket_bytes=48,
                 ranks_beside={url: (0,) for url in urls},
+                deltas=deltas,
             )
             return TRANSPORTS[name](surroundings)
 

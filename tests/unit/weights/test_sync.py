@@ -114,6 +114,26 @@ def test_engines_compare_checksums_when_they_are_due(make_run: Callable[..., Run
     assert [json.loads(text)["expected"] for text in texts[1::2]] == [expected] * 3
 
 
+def test_an_engine_with_weights_from_elsewhere_gets_all(make_run: Callable[..., Run]) -> None:
+    """Deltas are checked at the second sync of a connection, too: what they leave against what all weights leave."""
+    run = make_run({})
+
+    async def work() -> None:
+        sync = run.open("disk", check_interval=10, deltas=True)
+        for version in range(1, 5):
+            await sync.run(version=version)
+        await run.clients[0].load_weights(Path("elsewhere"), version=4)
+        await sync.run(version=5)
+
+    asyncio.run(work())
+    read = [Path(body["model_path"]).name for path, body in run.servers[0].calls if path == UPDATES["disk"]]
+    assert read == ["weights", "weights", "again", "weights", "weights", "elsewhere", "weights"]
+    orders = [body["serialized_named_tensors"][0] for _, body in run.servers[0].calls if (body or {}).get("load_format") == ORDER_LOADER]
+    steps = [json.loads(pickle.loads(base64.b64decode(order))[0][0])["step"] for order in orders]
+    assert steps == ["note", "end", "note", "digest", "end", "begin", "end", "begin", "end", "note", "end"]
+    assert len(run.ranks.plans) == 2 and run.ranks.plans[0].token != run.ranks.plans[1].token
+
+
 def split(calls: list[tuple[str, Any]]) -> list[list[tuple[str, Any]]]:
     """One list per sync."""
     starts = [index for index, (path, _) in enumerate(calls) if path == SILENT]
