@@ -47,21 +47,21 @@ class ReplayRun(Run):
 
     def _make_batch(self, step: int, *, progress: PhaseProgress) -> tuple[TrainBatch, dict[str, Metric]]:
         number, rollout = step + 1 + self._before, self._settings.rollout
+        # What was trained so far is saved where the record has a fault.
+        self._ranks_are_idle = True
         groups, rejections = self._recorded.batch_groups(number, records=self._needs_records)
         if rollout.order.partial:
             groups = [without_stale_tokens(group, oldest_version=number - 1 - rollout.max_staleness) for group in groups]
         chosen = list(zip(groups, rejections, strict=True))
         made = [group for group, rejection in chosen if not (rejection or "").startswith(FAILED)]
         kept = [group for group, rejection in chosen if rejection is None]
-        num_groups, needed = (
-            len(kept if self._settings.objective.zero_variance == "resample" else made),
-            self._settings.data.prompts_per_step,
-        )
-        if num_groups != needed:
+        counted, needed = kept if self._settings.objective.zero_variance == "resample" else made, self._settings.data.prompts_per_step
+        if len(counted) != needed:
             raise UserError(
-                f"{self._recorded.path} has {num_groups} of data.prompts_per_step {needed} groups of step {number}: its run ended or "
+                f"{self._recorded.path} has {len(counted)} of data.prompts_per_step {needed} groups of step {number}: its run ended or "
                 f"still is in that step, or had another data.prompts_per_step; end before by run.num_steps={step}, or set what it was"
             )
+        self._ranks_are_idle = False
         batch = make_train_batch(kept or made, version=number - 1)
         if not kept:
             batch = replace(batch, loss_mask=np.zeros(len(batch.tokens), np.bool_))

@@ -164,7 +164,11 @@ def write_lines(path: Path, *rows: dict[str, Any]) -> Path:
     return path
 
 
+TRIED: list[str | None] = []
+
+
 async def scored(sample: Sample) -> Reward:
+    TRIED.append(sample.prompt.label)
     try:
         found = math_score(sample=sample)
     except ValueError as error:
@@ -180,7 +184,10 @@ def try_labels(found: RunPrompts, *words: str) -> None:
 def test_labels_that_math_cannot_score_are_bad_rows(prompts: Prompts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     good = [json.dumps({"prompt": str(number), "label": label}) for number, label in enumerate(("12", "\\frac{1}{2}", "$3$", "(1, 2)"))]
     bad = [*good, json.dumps({"prompt": "9", "label": " "}), json.dumps({"prompt": "8"})]
-    try_labels(prompts(good))
+    TRIED.clear()
+    monkeypatch.setattr("megatron_rl.rewards.gold._AT_ONCE", 3)
+    try_labels(prompts([*good, *good]))
+    assert len(TRIED) == 4, "equal labels once"
     with pytest.raises(UserError, match=r"rows\.jsonl:5: the label ' ' cannot be scored \(ValueError: .*reward\.check_labels=false"):
         try_labels(prompts(bad))
     try_labels(prompts(bad), "reward.check_labels=false")

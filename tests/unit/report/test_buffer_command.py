@@ -131,6 +131,7 @@ def test_exported_files_hold_every_sample(run: Path, said: Said, tmp_path: Path)
     assert [row["step"] for row in rows] == [1] * 40 + [2] * 6 + [None] * 2
     said("export", run, "--step", 2, "--out", tmp_path / "two.sqlite")
     with Recorded(tmp_path / "two.sqlite") as copy, Recorded(run) as whole:
+        assert len(list(whole.samples(step=1))) == 40
         assert list(copy.samples(tokens=True)) == list(whole.samples(step=2, tokens=True))
     assert not list(tmp_path.glob("*.partial")) + list(tmp_path.glob(".*.partial"))
 

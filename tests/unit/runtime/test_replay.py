@@ -84,9 +84,10 @@ def test_rejected_and_failed_groups_are_replayed_as_such(
         leave_out = "UPDATE groups SET trained = 0, rejection = ? WHERE id = ?"
         failed = "the rollout failed for 1 of 2 trajectories: x"
         buffer.executemany(leave_out, [("too easy", ids[0]), ("too easy", ids[2]), (failed, ids[3])])
-    new = make_settings(*RECORDED, f"run.directory={tmp_path}/again")
+    new = make_settings(*RECORDED, "run.save_interval=0", f"run.directory={tmp_path}/again")
     # Another group takes the place of a failed one; without it the run was killed, or is still at it.
     refused(new, tmp_path / "run", "has 1 of data.prompts_per_step 2 groups of step 2", "run.num_steps=1")
+    assert (tmp_path / "again" / "checkpoints" / "step-000001").is_dir(), "what was trained is saved"
     shutil.rmtree(tmp_path / "again")
     trained.clear()
     with sqlite3.connect(tmp_path / "run" / "buffer.sqlite") as buffer:
