@@ -201,8 +201,14 @@ def cluster() -> Iterator[Callable[..., str]]:
     started: list[subprocess.Popen[str]] = []
 
     def start(*nodes: str) -> str:
+        # By default Ray's workers have the lowest priority, and take minutes to start on a busy machine.
         process = subprocess.Popen(
-            [sys.executable, "-c", CLUSTER, *nodes], cwd="/", stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", CLUSTER, *nodes],
+            cwd="/",
+            env={**os.environ, "RAY_worker_niceness": "0"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         started.append(process)
         assert process.stdout is not None
