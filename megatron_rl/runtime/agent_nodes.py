@@ -5,6 +5,7 @@ Imports no torch and no transformers, which an actor would wait for.
 
 import asyncio
 import os
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -45,6 +46,8 @@ class AgentWorker:
         if self._agents is None:
             enter_directory(self._directory)
             check_program(self._command[0])
+            # A spawned process would import the main program, which is Ray's, where that has a file.
+            vars(sys.modules["__main__"]).pop("__file__", None)
             self._scratch = self._stack.enter_context(scratch_directory()).path
             self._agents = self._stack.enter_context(Environments(COMMAND, {"command": self._command}, log_path=self._log_path))
         return ray.util.get_node_ip_address(), len(os.sched_getaffinity(0))
