@@ -274,6 +274,8 @@ class Buffer(SqliteFile):
             dropped = self._ids(f"SELECT id FROM groups WHERE {waits} AND (made_by <> :made_by OR pruned > 0 OR id IN ({gone}))", values)
             failed = "SELECT group_id FROM samples WHERE outcome <> 'scored'"
             unscored = self._ids(f"SELECT id FROM groups WHERE {waits} AND id IN ({failed})", values)
+            later = "group_id IN (SELECT id FROM groups WHERE consumed_step > :step)"
+            connection.execute(f"UPDATE samples SET token_values = NULL WHERE {later}", values)
             connection.execute(f"UPDATE groups SET state = 'done', {clean} WHERE consumed_step > :step", values)
             # All samples of such a group: the samples left would count as the whole group.
             self._drop(dropped)

@@ -107,13 +107,10 @@ class RolloutManager:
             max_error_rate=settings.reward.max_error_rate,
         )
         self._choice = GroupChoice(settings.objective, settings.rollout.filter, samples_per_prompt=settings.data.samples_per_prompt)
-        self._identical = IdenticalGroups()
         self.production = self._producing()
         self._returning: set[asyncio.Task[None]] = set()
-        self._num_returned = 0  # since the last step
-        self.example: Sample | None = None  # of the newest batch
-        self.looked_at: dict[int, Sample] = {}
-        """Rows of the newest batch with samples whose tokens are kept."""
+        self._identical, self._num_returned = IdenticalGroups(), 0  # engines returned since the last step
+        self.looked_at: dict[int, Sample] = {}  # rows of the newest batch whose tokens are kept
         # Busy seconds, tokens, retries, seconds of generation and of rewards at the end of the last step.
         self._measured = (0.0, 0, Counter[str](), 0.0, 0.0)
 
@@ -310,7 +307,6 @@ class RolloutManager:
         kept = [each.group for each in taken if each.kept]
         trained = kept or [each.group for each in taken if not each.failed]
         batch, names = make_train_batch(trained, version=step), to_keep(trained, self._settings.run.keep_groups)
-        self.example = last_samples(trained[step % len(trained)].samples)[-1]
         self.looked_at = {row: sample for row, sample in enumerate(batch_samples(trained)) if sample.group_id in names}
         if not kept:
             # All groups are dropped: there is nothing to train on.

@@ -370,9 +370,9 @@ class RolloutRun(Run):
         overlap_s, train_s = self._manager.busy_s - busy_before_s, time.perf_counter() - start_s
         self._records.add({"rollout/overlap_fraction": Mean(min(overlap_s, train_s), train_s)})
         self._wait(self._manager.keep(self._ranks.recorded), name="keeping the values of tokens")
-        prints, example = self._settings.observe.print_samples, self._manager.example
-        if prints and not (step + 1) % prints and example is not None:
-            self._records.say(*lines_of(example, step=step + 1))
+        prints, seen = self._settings.observe.print_samples, list(self._manager.looked_at.values())
+        if prints and seen and not (step + 1) % prints:
+            self._records.say(*lines_of(seen[step % len(seen)], step=step + 1))
 
     def save(self, *, step: int, at_the_end: bool = False) -> None:
         """Save as `Run.save`, with the results of all evaluations begun, which are in no later run."""

@@ -11,6 +11,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from written_run import group, write_buffer
 
 from megatron_rl import runtime
 from megatron_rl.cli import main
@@ -355,6 +356,27 @@ def test_report_draws_what_a_run_has_measured(tmp_path: Path, capsys: pytest.Cap
     assert main(["report", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"{tmp_path}/report.html\n"
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG") and (tmp_path / "report.html").exists()
+    assert main(["report", str(tmp_path), "--steps", "1-", "--out", str(tmp_path / "some.html")]) == 2
+    assert "--steps is '1-', needs one step or two, as in --steps 10-20" in capsys.readouterr().err
+    assert main(["report", str(tmp_path), "--steps", "1", "--out", str(tmp_path / "some.html")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path}/some.html\n"
+
+
+def test_samples_prints_what_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["samples", str(tmp_path)]) == 2
+    assert "buffer.sqlite does not exist" in capsys.readouterr().err
+    write_buffer(tmp_path, [[group("0-1", ["first", "second", "third", "fourth"], [0.0, 1.0, 0.5, 0.25])]])
+    shown = {}
+    for words in ((), ("--worst", "1", "--step", "1"), ("--best", "2"), ("--best", "1", "--worst", "1"), ("--group", "0-1")):
+        assert main(["samples", str(tmp_path), *words]) == 0
+        shown[words] = re.findall(r"answer  (\w+)", capsys.readouterr().out)
+    assert list(shown.values()) == [
+        ["first", "fourth", "third"],
+        ["first"],
+        ["second", "third"],
+        ["first", "second"],
+        ["first", "second", "third", "fourth"],
+    ]
 
 
 PLUGINS = """

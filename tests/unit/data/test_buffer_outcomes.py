@@ -80,8 +80,11 @@ def test_prune_keeps_groups_with_values_of_tokens_first(buffer: Buffer, make_gro
     buffer.prune(1, keep=1)
     query = "SELECT group_id, sum(response_ids IS NOT NULL), sum(token_values IS NOT NULL) FROM samples GROUP BY 1"
     assert buffer._connection.execute(query).fetchall() == [("a", 0, 0), ("b", 2, 1), ("c", 0, 0)]
-    buffer.rewind(0)
-    assert buffer._connection.execute("SELECT count(token_values) FROM samples").fetchall() == [(0,)], "new samples have none"
+    fill(buffer, [make_group("d", scored=True)])
+    (again,) = take_done(buffer, 1, step=2)
+    buffer.put_token_values({7: again.samples[0]}, values)
+    buffer.rewind(1)
+    assert buffer._connection.execute(query).fetchall()[1:] == [("b", 2, 1), ("c", 0, 0), ("d", 2, 0)], "to be trained on again"
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,7 @@ class Manager:
     log_prob = 0.0
     renewed_at = -1
     read: str | None = "synced"
-    example = None
+    looked_at: Mapping[int, Sample] = MappingProxyType({})
 
     def __init__(self, calls: Calls, *, fails_at: int | None, error: BaseException | None) -> None:
         self.calls = calls
@@ -47,7 +47,6 @@ class Manager:
         self.pool = EnginePool([self], max_requests=1)  # type: ignore[list-item]
         self._fails_at, self._error = fails_at, error
         self._head = "made up"
-        self.looked_at: dict[int, Any] = {}
 
     async def next_batch(self, step: int, *, progress: object) -> tuple[str, dict[str, Metric]]:
         self.calls.append(("rollout", step))

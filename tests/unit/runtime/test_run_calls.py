@@ -220,7 +220,7 @@ def test_a_run_writes_reports_meanwhile_and_prints_samples(
 
     monkeypatch.setattr(run_records, "begin_command", begin)
     prompt = Prompt("0-7", np.array([1]), "two and two\x1b[31m", label="4")
-    monkeypatch.setattr(Manager, "example", Sample.written(prompt, [1, 2], text="five"))
+    monkeypatch.setattr(Manager, "looked_at", {4: Sample.written(prompt, [1, 2], text="five")})
     run = make_run("run.num_steps=9", "run.save_interval=0", "observe.report_interval=2", "observe.print_samples=3")
     train_loop(run, first_step=0)
     run.finish()
