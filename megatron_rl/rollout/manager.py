@@ -106,8 +106,7 @@ class RolloutManager:
         self.production = self._producing()
         self._returning: set[asyncio.Task[None]] = set()
         self._num_returned = 0  # since the last step
-        # Busy seconds, tokens, retries, seconds of generation and of rewards at the end of the last step.
-        self._measured = (0.0, 0, 0, 0.0, 0.0)
+        self._measured = (0.0, 0, 0, 0.0, 0.0)  # busy seconds, tokens, retries, seconds of generation, rewards at a step's end
 
     def _producing(self) -> Production:
         settings = self._settings
