@@ -145,7 +145,7 @@ def translate(script: Path, *, given: Mapping[str, str], model: Path | None) -> 
     check_model(t, model or Path(t.settings.get("model.path", "")), SHAPES, complete="num-layers" in t.words)
     if model is not None:
         t.settings["model.path"] = str(model)
-    t.settings.setdefault("run.directory", f"runs/{script.stem}")
+    t.settings = {"run.directory": f"runs/{script.stem}", "data.samples_per_prompt": 1} | t.settings
     t.finish(read)
     for name in [word for word in t.words if word.startswith("sglang-")]:
         if (text := t.take(name)) is not None:

@@ -89,6 +89,15 @@ RULES: dict[str, Rule] = {
 }
 """What stands here for each key that needs a word; keys of megatron-core's classes keep their names."""
 
+DEFAULTS: dict[str, Any] = {
+    "data.prompts_per_step": 1024,
+    "data.samples_per_prompt": 1,
+    "data.max_prompt_tokens": 512,
+    "rollout.sampling.max_response_tokens": 512,
+    "training.optimizer.lr": 1e-3,
+    "training.optimizer.weight_decay": 0.01,
+}
+"""Their values, where the script has none and ours are others."""
 PREFIXES = {
     "actor_rollout_ref.ref.": _REFERENCE,
     "reward_model.reward_kwargs.overlong_buffer_cfg.": none(
@@ -131,7 +140,7 @@ def translate(source: Path, *, given: Mapping[str, str], model: Path | None) -> 
     t.apply(RULES)
     if model is not None:
         t.settings["model.path"] = str(model)
-    t.settings.setdefault("run.directory", f"runs/{source.stem}")
+    t.settings = {"run.directory": f"runs/{source.stem}", **DEFAULTS} | t.settings
     t.finish(read)
     classes = (f"{_ACTOR}.megatron.override_transformer_config.", f"{_ACTOR}.optim.override_optimizer_config.",
                f"{_ACTOR}.megatron.override_ddp_config.")  # fmt: skip

@@ -15,6 +15,7 @@ from megatron_rl.importers import slime, verl
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 PAGE = (EXAMPLES / "migration" / "README.md").read_text()
+AGGREGATIONS = ("sequence_mean_token_mean", "token_mean", "sequence_mean_token_sum", "sequence_mean_token_sum_norm")
 LOSSES = [[1.0], [2.0, 2.0, 2.0], [4.0, 0.0], [1.0, 1.0, 1.0, 1.0]]
 
 
@@ -35,9 +36,7 @@ def test_the_losses_of_the_page_are_those_of_its_example() -> None:
     assert f"= {sum(means) / 2:.4f} instead of" in PAGE
 
 
-@pytest.mark.parametrize(
-    "aggregation", ["sequence_mean_token_mean", "token_mean", "sequence_mean_token_sum", "sequence_mean_token_sum_norm"]
-)
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_the_losses_of_the_page_are_what_is_trained(aggregation: str) -> None:
     lengths = torch.tensor([len(row) for row in LOSSES])
     sequences = Sequences(torch.arange(4).repeat_interleave(lengths), torch.ones(int(lengths.sum()), dtype=torch.bool), lengths)

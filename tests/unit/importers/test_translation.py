@@ -158,7 +158,7 @@ def test_a_script_of_verl(script: Callable[..., Path], model: Path) -> None:
         "eval.interval": 5, "eval.sets.held-test": {"data": "held/test.parquet", "samples": 4, "sampling": {"temperature": 0.8}},
         "objective.aggregation": "token_mean", "objective.policy_loss.low": 0.2, "objective.policy_loss.high": 0.28,
         "objective.policy_loss.dual_clip": 3.0, "training.optimizer.lr": 1e-6, "training.optimizer_steps_per_batch": 4,
-        "model.megatron.recompute_granularity": "full", "model.megatron.recompute_method": "uniform",
+        "training.optimizer.weight_decay": 0.01, "model.megatron.recompute_granularity": "full", "model.megatron.recompute_method": "uniform",
         "model.megatron.recompute_num_layers": 1, "training.topology.tp": 2, "training.topology.sequence_parallel": True,
         "training.topology.num_ranks": 16, "rollout.num_engines": 4, "rollout.sglang.tp_size": 4, "runtime.colocate": True,
         "runtime.cluster.num_nodes": 2, "runtime.cluster.gpus_per_node": 8, "observe.wandb_project": "mine",
@@ -232,6 +232,12 @@ def test_objectives_mean_the_same(script: Callable[..., Path], name: str) -> Non
     assert {path: t.settings.get(path) for path in expected} == expected
     objective = validate_settings(_nested({**MINIMAL, **t.settings}), origin="test").objective
     assert isinstance(objective, Objective)
+
+
+def test_what_a_script_leaves_open_has_its_projects_default(script: Callable[..., Path]) -> None:
+    assert translated(slime, script("python train.py --prompt-data t")).settings["data.samples_per_prompt"] == 1
+    settings = translated(verl, script("python -m verl.trainer.main_ppo data.train_files=t")).settings
+    assert {path: settings[path] for path in verl.DEFAULTS} == verl.DEFAULTS and settings["objective.policy_loss.dual_clip"] == 3.0
 
 
 def test_a_model_of_another_shape_is_an_error(script: Callable[..., Path], model: Path) -> None:
