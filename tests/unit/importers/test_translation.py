@@ -158,7 +158,8 @@ def test_a_script_of_verl(script: Callable[..., Path], model: Path) -> None:
         "eval.interval": 5, "eval.sets.held-test": {"data": "held/test.parquet", "samples": 4, "sampling": {"temperature": 0.8}},
         "objective.aggregation": "token_mean", "objective.policy_loss.low": 0.2, "objective.policy_loss.high": 0.28,
         "objective.policy_loss.dual_clip": 3.0, "training.optimizer.lr": 1e-6, "training.optimizer_steps_per_batch": 4,
-        "training.optimizer.weight_decay": 0.01, "model.megatron.recompute_granularity": "full", "model.megatron.recompute_method": "uniform",
+        "training.optimizer.weight_decay": 0.01,
+        "model.megatron.recompute_granularity": "full", "model.megatron.recompute_method": "uniform",
         "model.megatron.recompute_num_layers": 1, "training.topology.tp": 2, "training.topology.sequence_parallel": True,
         "training.topology.num_ranks": 16, "rollout.num_engines": 4, "rollout.sglang.tp_size": 4, "runtime.colocate": True,
         "runtime.cluster.num_nodes": 2, "runtime.cluster.gpus_per_node": 8, "observe.wandb_project": "mine",
@@ -227,7 +228,9 @@ OBJECTIVES: dict[str, tuple[Any, str, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_objectives_mean_the_same(script: Callable[..., Path], name: str) -> None:
     module, words, expected = OBJECTIVES[name]
-    start = "python train.py --prompt-data t " if module is slime else "python -m verl.trainer.main_ppo data.train_files=t "
+    start = "python train.py --prompt-data t --n-samples-per-prompt 8 "
+    if module is verl:
+        start = f"python -m verl.trainer.main_ppo data.train_files=t {verl._ROLLOUT}.n=8 "
     t = translated(module, script(start + words))
     assert {path: t.settings.get(path) for path in expected} == expected
     objective = validate_settings(_nested({**MINIMAL, **t.settings}), origin="test").objective
