@@ -1,7 +1,8 @@
 """The command line.
 
 Commands are `train`, `eval`, `rollout`, `data`, `buffer`, `score`, `compare`, `report`, `samples`,
-`status`, `plan`, `models`, `convert`, `serve`, `verify-checkpoint`, `check-plugin` and `doctor`.
+`import`, `status`, `plan`, `models`, `convert`, `serve`, `verify-checkpoint`, `check-plugin` and
+`doctor`.
 
 Heavy modules are imported inside the command with the need, so that help and mistakes answer at
 once.
@@ -261,6 +262,26 @@ def samples(directory: Path, step: int | None, worst: int | None, best: int, gro
     worst = worst if worst is not None else 0 if best else 3
     for line in printed_samples(directory, step=step, worst=worst, best=best, group=group):
         print(line)
+
+
+@cli.command(name="import", short_help="Translate a script of slime or verl.")
+@click.argument("project", type=click.Choice(["slime", "verl"]))
+@click.argument("source", type=click.Path(path_type=Path), metavar="SCRIPT.sh|CONFIG.yaml")
+@click.argument("given", nargs=-1, metavar="[NAME=VALUE]...")
+@click.option(
+    "--model", type=click.Path(path_type=Path), help="Hugging Face directory, or one with its config.json; the script's when not given."
+)
+@click.option("--gpu", default="H100-80", show_default=True, metavar="TYPE", help="Type of the GPUs.")
+@click.option("--out", type=click.Path(path_type=Path), help="File to write; the standard output when not given.")
+def import_script(project: Any, source: Path, given: tuple[str, ...], **options: Any) -> None:
+    """Print the settings of a run of slime or verl as ours, under comments with what has no place here and why.
+
+    The script is read, not executed; NAME=VALUE gives a variable that it takes from outside. Arguments that describe the model are
+    compared with config.json. Example: megatron-rl import slime run-qwen3-4B.sh --model /models/Qwen3-4B --out grpo.yaml
+    """
+    from megatron_rl.importers.imported import import_settings
+
+    import_settings(project, source, given=given, **options)
 
 
 @cli.command(short_help="Say what runs do, on this node or another one.")

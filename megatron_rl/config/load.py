@@ -99,7 +99,7 @@ def load_decided(path: Path | None, overrides: Sequence[str] = (), *, on_gpus: b
     decides nothing about GPUs.
     """
     origin = " and ".join([str(path)] * (path is not None) + ["overrides"] * bool(overrides)) or "settings"
-    values = apply_overrides({} if path is None else _read(path), overrides)
+    values = apply_overrides({} if path is None else read_yaml(path), overrides)
     validated = _validated(values, origin=origin)
     # Asking torch would take seconds.
     has_gpus = (validated.runtime.cluster.gpu is not None or Path("/dev/nvidia0").exists()) if on_gpus is None else on_gpus
@@ -147,7 +147,8 @@ def dump_settings(settings: Settings) -> str:
     return format_yaml(_ADAPTER.dump_python(settings, mode="json"))
 
 
-def _read(path: Path) -> Mapping[str, Any]:
+def read_yaml(path: Path) -> Mapping[str, Any]:
+    """Return the values of a settings file; an empty one has none. Raises UserError."""
     try:
         with path.open("rb") as file:
             content = file.read(_MOST_BYTES + 1)

@@ -78,13 +78,17 @@ class EngineWatch:
 
     def states(self) -> tuple[EngineState, ...]:
         """Return the state of every member, with the queue and memory of the last look. Safe in any thread."""
-        states = []
-        for client in self._pool.membership.members:
-            load, limit = self._newest.get(client), self._pool.limit(client)
-            own = {} if load is None else {"queue": load.num_waiting, "kv_use": load.kv_use}
-            answers = client.served["answers"]
-            states.append(EngineState(url=client.address.url, requests=self._pool.running(client), limit=limit, answers=answers, **own))
-        return tuple(states)
+        return tuple(
+            EngineState(
+                url=client.address.url,
+                requests=self._pool.running(client),
+                limit=self._pool.limit(client),
+                answers=client.served["answers"],
+                queue=None if (load := self._newest.get(client)) is None else load.num_waiting,
+                kv_use=None if load is None else load.kv_use,
+            )
+            for client in self._pool.membership.members
+        )
 
     async def _watch(self) -> None:
         while True:

@@ -62,7 +62,7 @@ def write_stacks(path: Path, *, title: str, others: Sequence[str] = ()) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     _append(path, f"\n===== {time.strftime('%Y-%m-%d %H:%M:%S')} {title}\n")
     for each in (process, *process.children(recursive=True)):
-        with suppress(psutil.NoSuchProcess):
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             _write_stack(path, each)
     for text in others:
         _append(path, f"\n{text}\n")
@@ -70,9 +70,10 @@ def write_stacks(path: Path, *, title: str, others: Sequence[str] = ()) -> None:
 
 def _write_stack(path: Path, process: psutil.Process) -> None:
     """Append the stacks of a Python process; the state of one that does not give them."""
-    command = " ".join(process.cmdline()) or process.name()
-    if not ("python" in command or "ray::" in command or "sglang::" in command):
+    if not Path(process.exe()).name.startswith("python"):
         return
+    # Ray and SGLang pad the titles of their processes.
+    command = " ".join(" ".join(process.cmdline()).split()) or process.name()
     state = f"{process.status()}, {sum(process.cpu_times()[:2]):.1f} s of CPU"
     _append(path, f"\n== process {process.pid}: {command[:100]} ({state})\n")
     if (found := _spied(process.pid)) is not None:

@@ -20,7 +20,7 @@ TIERS = (
     ("evaluation",),
     ("runtime",),
     ("planning",),
-    ("convert", "exit_status", "report", "serve"),
+    ("convert", "exit_status", "importers", "report", "serve"),
     ("cli", "__main__", "doctor"),
 )
 # Within a tier rooms stand side by side, except for these uses.

@@ -79,6 +79,12 @@ def test_a_healthy_run_gets_no_advice(name: str) -> None:
     assert len(RUNS[name]) > 10 and advise(RUNS[name]) == ()
 
 
+def test_a_run_with_a_slowed_engine() -> None:
+    """Rows of a run in which one of two engines had a quarter of its time."""
+    (sentence,) = advise(RUNS["slow_engine"])
+    assert re.fullmatch(r"one engine takes 2\.\d times as long for a token as the fastest: .*", sentence)
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_each_fault_has_one_sentence_with_a_setting(name: str) -> None:
     rows, words = WRONG[name]

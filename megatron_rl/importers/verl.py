@@ -1,0 +1,286 @@
+"""verl's settings, from a script's command line or a YAML file, as settings of ours, in one table."""
+
+import ast
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config.yaml_text import by_path, format_value
+from megatron_rl.errors import UserError
+from megatron_rl.importers.shell import Script
+from megatron_rl.importers.slime import KL_ESTIMATORS
+from megatron_rl.importers.translation import Rule, Translation, none, plain, real, to
+
+_ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+_AGGREGATIONS = {
+    "token-mean": "token_mean",
+    "seq-mean-token-mean": "sequence_mean_token_mean",
+    "seq-mean-token-sum": "sequence_mean_token_sum",
+    "seq-mean-token-sum-norm": "sequence_mean_token_sum_norm",
+}
+_ESTIMATORS = {
+    "gae": "gae",
+    "reinforce_plus_plus": "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline": "reinforce_plus_plus_baseline",
+    "remax": "remax",
+    "rloo": "rloo",
+    "opo": "opo",
+}
+_LOSSES = {"gpg": "gpg", "clip_cov": "clip_cov", "kl_cov": "kl_cov", "geo_mean": "gmpo", "sapo": "sapo", "cispo": "cispo"}
+_REFERENCE = none("the reference has the policy's layout and passes")
+_PACKED = none("sequences are packed by training.max_tokens_per_micro_batch")
+_ASLEEP = none("runtime.colocate puts away whoever is not at work")
+
+
+RULES: dict[str, Rule] = {
+    "actor_rollout_ref.model.path": to("model.path", str),
+    "data.prompt_key": to("data.prompt_key", str),
+    "data.max_prompt_length": to("data.max_prompt_tokens"),
+    "data.max_response_length": to("rollout.sampling.max_response_tokens"),
+    "data.train_batch_size": to("data.prompts_per_step"),
+    "data.shuffle": to("data.shuffle"),
+    "data.seed": to("run.seed"),
+    "data.return_raw_chat": none("messages always reach the reward function"),
+    "data.gen_batch_size": none("nearest: rollout.order: {kind: first_complete, oversampling: 1.5}"),
+    "data.reward_fn_key": none("one reward function, which sees the row as sample.prompt.metadata"),
+    f"{_ROLLOUT}.n": to("data.samples_per_prompt"),
+    f"{_ROLLOUT}.temperature": to("rollout.sampling.temperature", real),
+    f"{_ROLLOUT}.top_p": to("rollout.sampling.top_p", real, note="tokens are trained by the truncated distribution"),
+    f"{_ROLLOUT}.max_num_seqs": to("rollout.max_concurrent_requests"),
+    f"{_ROLLOUT}.gpu_memory_utilization": to("rollout.sglang.mem_fraction_static", real),
+    f"{_ROLLOUT}.max_num_batched_tokens": none("nearest: rollout.sglang.chunked_prefill_size"),
+    f"{_ROLLOUT}.enforce_eager": to("rollout.sglang.disable_cuda_graph"),
+    f"{_ROLLOUT}.name": none("SGLang generates"),
+    f"{_ROLLOUT}.enable_rollout_routing_replay": to("training.routing_replay"),
+    f"{_ACTOR}.router_replay.mode": none("R3 is training.routing_replay; the trainer's own routing is not replayed"),
+    f"{_ROLLOUT}.multi_turn.enable": none("write an environment (examples/plugins) and set rollout.environment"),
+    f"{_ROLLOUT}.multi_turn.tool_config_path": none("write an environment (examples/plugins) and set rollout.environment"),
+    f"{_ACTOR}.ppo_max_token_len_per_gpu": to("training.max_tokens_per_micro_batch"),
+    f"{_ACTOR}.grad_clip": to("training.optimizer.clip_grad", real),
+    f"{_ACTOR}.optim.lr": to("training.optimizer.lr", real),
+    f"{_ACTOR}.optim.min_lr": to("training.optimizer.min_lr", real),
+    f"{_ACTOR}.optim.weight_decay": to("training.optimizer.weight_decay", real),
+    f"{_ACTOR}.optim.clip_grad": to("training.optimizer.clip_grad", real),
+    f"{_ACTOR}.optim.lr_warmup_steps": to("training.schedule.warmup_steps", lambda text: max(0, plain(text))),
+    f"{_ACTOR}.optim.lr_decay_steps": to("training.schedule.decay_steps"),
+    f"{_ACTOR}.optim.lr_decay_style": to("training.schedule.decay_style", str),
+    f"{_ACTOR}.megatron.tensor_model_parallel_size": to("training.topology.tp"),
+    f"{_ACTOR}.megatron.pipeline_model_parallel_size": to("training.topology.pp"),
+    f"{_ACTOR}.megatron.virtual_pipeline_model_parallel_size": to("training.topology.vpp", lambda text: plain(text) or 1),
+    f"{_ACTOR}.megatron.context_parallel_size": to("training.topology.cp"),
+    f"{_ACTOR}.megatron.expert_model_parallel_size": to("training.topology.ep"),
+    f"{_ACTOR}.megatron.expert_tensor_parallel_size": to("training.topology.etp"),
+    f"{_ACTOR}.megatron.seed": none("run.seed is of all random choices"),
+    f"{_ACTOR}.policy_loss.clip_cov_ratio": none("nearest: objective.policy_loss of kind clip_cov"),
+    "critic.optim.lr": to("training.critic.optimizer.lr", real),
+    "trainer.critic_warmup": to("training.critic.warmup_steps"),
+    "trainer.save_freq": to("run.save_interval", lambda text: max(0, plain(text))),
+    "trainer.test_freq": to("eval.interval", lambda text: max(0, plain(text))),
+    "trainer.default_local_dir": to("run.directory", str),
+    "trainer.total_training_steps": to("run.num_steps"),
+    "trainer.max_actor_ckpt_to_keep": to("run.keep_checkpoints"),
+    "trainer.val_before_train": none("sets are evaluated before the first step"),
+    "trainer.resume_mode": none("--resume of the command"),
+    "trainer.experiment_name": none("a run is named after run.directory"),
+    "trainer.log_val_generations": none("every answer is kept in run.directory/evaluation"),
+    "trainer.balance_batch": none("always so here"),
+    "algorithm.gamma": none("1 for groups; of gae and reinforce_plus_plus objective.advantage.gamma"),
+    "algorithm.lam": none("of gae: objective.advantage.lam"),
+}
+"""What stands here for each key that needs a word; keys of megatron-core's classes keep their names."""
+
+DEFAULTS: dict[str, Any] = {
+    "data.prompts_per_step": 1024,
+    "data.samples_per_prompt": 1,
+    "data.max_prompt_tokens": 512,
+    "rollout.sampling.max_response_tokens": 512,
+    "training.optimizer.lr": 1e-3,
+    "training.optimizer.weight_decay": 0.01,
+}
+"""Their values, where the script has none and ours are others."""
+PREFIXES = {
+    "actor_rollout_ref.ref.": _REFERENCE,
+    "reward_model.reward_kwargs.overlong_buffer_cfg.": none(
+        "write it into a reward function (examples/plugins/reward.py has a length penalty)"
+    ),
+    "reward_model.": none("one reward function: reward.function; a model that judges is a remote call of it"),
+    f"{_ROLLOUT}.engine_kwargs.": none("SGLang's arguments are rollout.sglang, by their own names"),
+    "actor_rollout_ref.model.override_config.": _REFERENCE,
+    "actor_rollout_ref.model.lora.": none("adapters are not trained; merge one by `megatron-rl convert --adapter`"),
+    "actor_rollout_ref.model.mtp.": none("layers of multi-token prediction are not trained"),
+    "actor_rollout_ref.model.": none("read from config.json, or chosen by model.attention"),
+    f"{_ACTOR}.megatron.use_": none("Hugging Face weights are read as they are"),
+    f"{_ACTOR}.megatron.vanilla_mbridge": none("Hugging Face weights are read as they are"),
+    f"{_ACTOR}.megatron.dist_checkpointing_path": none("convert it: `megatron-rl convert`"),
+    f"{_ACTOR}.megatron.param_offload": _ASLEEP,
+    f"{_ACTOR}.megatron.grad_offload": _ASLEEP,
+    f"{_ACTOR}.megatron.optimizer_offload": _ASLEEP,
+    f"{_ROLLOUT}.free_cache_engine": _ASLEEP,
+    f"{_ACTOR}.ppo_micro_batch_size": _PACKED,
+    f"{_ACTOR}.use_dynamic_bsz": _PACKED,
+    f"{_ROLLOUT}.log_prob_": _PACKED,
+    "critic.ppo_micro_batch_size": _PACKED,
+    "critic.": none("the critic has the policy's model, layout and passes; training.critic has its own settings"),
+    "trainer.": none("has no counterpart"),
+    "global_profiler.": none("time/* of every step is in metrics.jsonl"),
+    f"{_ROLLOUT}.val_kwargs.": none("eval.sets.NAME.sampling"),
+    f"{_ROLLOUT}.": none("SGLang's arguments are rollout.sglang, by their own names"),
+}
+"""Keys that begin so have no place; the first beginning counts."""
+
+
+def translate(source: Path, *, given: Mapping[str, str], model: Path | None) -> Translation:
+    """Return the settings of the run that the script or YAML file `source` describes. Raises UserError."""
+    read = None if source.suffix in (".yaml", ".yml") else Script(source, given=given)
+    t = Translation(_keys(source, read))
+    _objective(t)
+    _data(t)
+    _processes(t)
+    _rewards(t)
+    t.apply(RULES)
+    if model is not None:
+        t.settings["model.path"] = str(model)
+    t.settings = {"run.directory": f"runs/{source.stem}", **DEFAULTS} | t.settings
+    t.finish(read)
+    classes = (f"{_ACTOR}.megatron.override_transformer_config.", f"{_ACTOR}.optim.override_optimizer_config.",
+               f"{_ACTOR}.megatron.override_ddp_config.")  # fmt: skip
+    t.upstream({word: word.removeprefix(start) for word in t.words for start in classes if word.startswith(start)})
+    for word in list(t.words):
+        rule = next((rule for start, rule in PREFIXES.items() if word.startswith(start)), None)
+        reason = "not known here; `megatron-rl train --help all` lists what is" if rule is None else rule.note
+        t.leave(f"{word}={t.words.pop(word)[0]}", reason)
+    return t
+
+
+def _keys(source: Path, script: Script | None) -> dict[str, list[str]]:
+    """Return the values of a YAML file, or of the command in a script, by dotted keys."""
+    if script is None:
+        from megatron_rl.config.load import read_yaml
+
+        return {key: [format_value(value)] for key, value in by_path(read_yaml(source)).items()}
+    for words in script.commands:
+        if any("verl." in word or "main_ppo" in word for word in words):
+            pairs = [word.lstrip("+~").partition("=") for word in words if "=" in word and not word.startswith("-")]
+            return {key: [value] for key, _, value in pairs if "." in key}
+    raise UserError(
+        f"{source} starts no verl.trainer, needs a run script of verl; give the script that calls verl.trainer.main_ppo, or a YAML file"
+    )
+
+
+def _objective(t: Translation) -> None:
+    """Translate estimator, loss, clips, KL, entropy and denominators."""
+    estimator = t.take("algorithm.adv_estimator", "gae")
+    if estimator in _ESTIMATORS:
+        t.settings["objective.advantage.kind"] = _ESTIMATORS[estimator]
+    elif estimator != "grpo":
+        t.leave(f"algorithm.adv_estimator={estimator}", "nearest: objective.advantage, or a plug-in")
+    if not t.flag("algorithm.norm_adv_by_std_in_grpo", True) and estimator == "grpo":
+        t.settings["objective.advantage.scale"] = "none"
+    mode, clip = t.take(f"{_ACTOR}.policy_loss.loss_mode", "vanilla"), t.number(f"{_ACTOR}.clip_ratio", 0.2)
+    low, high = t.number(f"{_ACTOR}.clip_ratio_low", clip), t.number(f"{_ACTOR}.clip_ratio_high", clip)
+    dual = t.number(f"{_ACTOR}.clip_ratio_c", 3.0)
+    if mode in _LOSSES:
+        t.settings["objective.policy_loss.kind"] = _LOSSES[mode]
+    elif mode in ("vanilla", "gspo"):
+        t.settings |= {"objective.policy_loss.low": low, "objective.policy_loss.high": high}
+        t.settings |= {"objective.policy_loss.ratio_level": "sequence"} if mode == "gspo" else {"objective.policy_loss.dual_clip": dual}
+    else:
+        t.leave(f"{_ACTOR}.policy_loss.loss_mode={mode}", "nearest: objective.policy_loss, or a plug-in")
+    t.settings["objective.aggregation"] = _AGGREGATIONS[t.take(f"{_ACTOR}.loss_agg_mode") or "token-mean"]
+    uses, coef = t.flag(f"{_ACTOR}.use_kl_loss"), t.number(f"{_ACTOR}.kl_loss_coef", 0.001)
+    kind = (t.take(f"{_ACTOR}.kl_loss_type") or "low_var_kl").removesuffix("+")
+    if uses and coef:
+        t.settings |= {"objective.kl.coef": coef, "objective.kl.estimator": KL_ESTIMATORS.get(kind, "k1")}
+    in_reward, coef = t.flag("algorithm.use_kl_in_reward"), t.number("algorithm.kl_ctrl.kl_coef", 0.001)
+    if in_reward and coef and estimator in ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"):
+        t.settings["objective.kl_reward.coef"] = coef
+    elif in_reward and coef:
+        t.leave("algorithm.use_kl_in_reward=True", f"advantages of {estimator} compare whole rewards; nearest: objective.kl")
+    if coef := t.number(f"{_ACTOR}.entropy_coeff", 0.0):
+        t.settings["objective.entropy.coef"] = coef
+    if t.flag("algorithm.filter_groups.enable"):
+        t.settings["objective.zero_variance"] = "resample"
+    for name in ("metric", "max_num_gen_batches"):
+        t.take(f"algorithm.filter_groups.{name}")
+
+
+def _data(t: Translation) -> None:
+    """Translate files, sets, batch sizes and epochs."""
+    train, held_out = (_paths(t.take(f"data.{name}_files")) for name in ("train", "val"))
+    if train:
+        t.settings["data.train"] = train[0] if len(train) == 1 else [{"path": path} for path in train]
+    t.settings["data.label_key"] = "reward_model.ground_truth"
+    cut = t.take("data.truncation", "error")
+    overlong = "drop" if t.flag("data.filter_overlong_prompts") else "truncate" if cut == "left" else "error"
+    t.settings["data.overlong"] = overlong
+    if cut not in ("left", "error"):
+        t.leave(f"data.truncation={cut}", "nearest: data.overlong: truncate keeps the last tokens")
+    size, mini = t.words.get("data.train_batch_size", ["1024"])[0], t.number(f"{_ACTOR}.ppo_mini_batch_size", 256)
+    epochs = int(t.number(f"{_ACTOR}.ppo_epochs", 1))
+    steps = max(1, int(plain(size)) // int(mini)) if not size.startswith("⟨") else 1
+    if steps > 1:
+        t.settings["training.optimizer_steps_per_batch"] = steps
+    if epochs > 1:
+        t.leave(f"{_ACTOR}.ppo_epochs={epochs}", "each sample is trained on once; nearest: more optimizer steps on a batch")
+    passes = t.take("trainer.total_epochs")
+    if passes is not None and "trainer.total_training_steps" not in t.words:
+        t.leave(f"trainer.total_epochs={passes}", "set run.num_steps to rows x epochs / data.prompts_per_step")
+    start = f"{_ROLLOUT}.val_kwargs"
+    sampling: dict[str, Any] = {}
+    for name in ("temperature", "top_p"):
+        if (text := t.take(f"{start}.{name}")) is not None:
+            sampling[name] = real(text)
+    if (top_k := t.take(f"{start}.top_k")) is not None and plain(top_k) > 0:
+        sampling["top_k"] = plain(top_k)
+    if not t.flag(f"{start}.do_sample"):
+        sampling = {"temperature": 0.0}
+    samples = int(t.number(f"{start}.n", 1))
+    for path in held_out:
+        name = "-".join(Path(path).parts[-2:]).removesuffix(Path(path).suffix).replace(".", "-")
+        t.settings[f"eval.sets.{name}"] = {"data": path, "samples": samples, "sampling": sampling}
+    if (top_k := t.take(f"{_ROLLOUT}.top_k")) is not None and plain(top_k) > 0:
+        t.settings["rollout.sampling.top_k"] = plain(top_k)
+
+
+def _paths(text: str | None) -> list[str]:
+    """Return the files of a text, one path or a list of them in Python's or Hydra's form."""
+    if text is None or not text.startswith("["):
+        return [text] if text else []
+    try:
+        return [str(each) for each in ast.literal_eval(text)]
+    except (SyntaxError, ValueError):
+        return [each.strip().strip("'\"") for each in text[1:-1].split(",")]
+
+
+def _processes(t: Translation) -> None:
+    """Translate nodes and GPUs into ranks and engines, which share them but in an asynchronous run."""
+    nodes, each = int(t.number("trainer.nnodes", 1)), int(t.number("trainer.n_gpus_per_node", 8))
+    per_engine = int(t.number(f"{_ROLLOUT}.tensor_model_parallel_size", 2))
+    own = int(t.number("rollout.nnodes", 0)) * int(t.number("rollout.n_gpus_per_node", 8))
+    t.settings |= {
+        "training.topology.num_ranks": nodes * each,
+        "rollout.num_engines": max(1, (own or nodes * each) // per_engine),
+        "rollout.sglang.tp_size": per_engine,
+        "runtime.cluster.num_nodes": nodes + -(-own // each),
+        "runtime.cluster.gpus_per_node": each,
+        "runtime.colocate": not own,
+    }
+    if own:
+        t.settings["rollout.max_staleness"] = max(1, round(t.number("async_training.staleness_threshold", 1.0)))
+    # Megatron's sequence parallelism follows tensor parallelism there.
+    t.settings["training.topology.sequence_parallel"] = (
+        int(plain(t.words.get(f"{_ACTOR}.megatron.tensor_model_parallel_size", ["1"])[0])) > 1
+    )
+    logger, project = t.take("trainer.logger", ""), t.take("trainer.project_name")
+    if "wandb" in (logger or "") and project:
+        t.settings["observe.wandb_project"] = project
+
+
+def _rewards(t: Translation) -> None:
+    """Translate the reward: a function of their own by an adapter, else ours for mathematics."""
+    path, name = t.take("custom_reward_function.path"), t.take("custom_reward_function.name", "compute_score")
+    if path is not None:
+        module = Path(path).with_suffix("").as_posix().replace("/", ".").strip(".")
+        t.settings |= {"reward.function": "megatron_rl.importers.rewards:verl", "reward.args": {"path": f"{module}:{name}"}}
+    else:
+        t.differs["default compute_score"] = "reward.function is math-verify's: 1 or 0, by the last answer in the response"
