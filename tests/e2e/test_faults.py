@@ -37,7 +37,7 @@ MODES: dict[str, tuple[str, ...]] = {
     "partial": ("rollout.order={kind: first_complete, partial: true}",),
     "colocated": ("runtime.colocate=true",),
     "turns": (),
-    "nodes": (),  # two virtual nodes, and one to spare
+    "nodes": (),  # virtual ones: of the driver, of the ranks, of the engine, and one to spare
 }
 SERVER, SCHEDULER, RANK = "megatron_rl.engines.sglang_server", "sglang::scheduler", "ray::TrainerWorker"
 ENGINE_BACK, RANKS_BACK = r"engine 0 is back after \d+ s", r"the ranks are back after \d+ s"
