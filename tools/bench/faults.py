@@ -36,7 +36,7 @@ FAULTS = {
     "a rank of two": "ray::TrainerWorker",
     "all reward workers": "multiprocessing.spawn",
 }
-STEP = re.compile(r"^(\d+)/\d+ ")
+STEP = re.compile(r"^ *(\d+)/\d+ ")
 BACK = re.compile(r"engine (\d) is back after (\d+) s")
 
 
