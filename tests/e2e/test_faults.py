@@ -5,7 +5,6 @@ and the same command with `--resume` does the rest.
 """
 
 import contextlib
-import os
 import random
 import re
 import resource
@@ -38,13 +37,19 @@ MODES: dict[str, tuple[str, ...]] = {
     "partial": ("rollout.order={kind: first_complete, partial: true}",),
     "colocated": ("runtime.colocate=true",),
     "turns": (),
-    "nodes": (),  # two virtual nodes, and one to spare
+    "nodes": (),  # virtual ones: of the driver, of the ranks, of the engine, and one to spare
 }
 SERVER, SCHEDULER, RANK = "megatron_rl.engines.sglang_server", "sglang::scheduler", "ray::TrainerWorker"
 ENGINE_BACK, RANKS_BACK = r"engine 0 is back after \d+ s", r"the ranks are back after \d+ s"
-CLUSTERS_OWN = ("/raylet/raylet ", "gcs_server", "ray::IDLE", "/ray/_private/", "/ray/dashboard/", "/ray/_raylet")
-LIBFAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1")
-JUMPS_S = 7200
+CLUSTERS_OWN = (
+    "/raylet/raylet ",
+    "gcs_server",
+    "ray::IDLE",
+    "ray::DashboardAgent",
+    "ray::RuntimeEnvAgent",
+    "/ray/_private/",
+    "/ray/dashboard/",
+)
 ENGINE_PORTS = range(FIRST_PORT, LAST_PORT)
 
 
@@ -154,14 +159,6 @@ def limit_memory(words: str) -> Callable[..., None]:
     return do
 
 
-def jump(run: Any, directory: Path, stack: ExitStack) -> None:
-    """Set the clock forward, and back behind its start in the next step."""
-    offset = Path(os.environ["FAKETIME_TIMESTAMP_FILE"])
-    offset.write_text(f"+{JUMPS_S}s")
-    run.wait_for(number_line(2, NUM_STEPS))
-    offset.write_text(f"-{JUMPS_S}s")
-
-
 def nothing(run: Any, directory: Path, stack: ExitStack) -> None:
     """The fault is in the run's words."""
 
@@ -193,7 +190,6 @@ FAULTS: dict[str, Fault] = {
     "reward workers killed": Fault(hit(KILL, "multiprocessing.spawn", all_of_them=True), "", ("sync", "async")),
     "tools killed": Fault(kill_tools, "", ("turns",)),
     "buffer locked": Fault(lock_buffer, "", ("async", "partial")),
-    "clock jumps": Fault(jump, "", ("async", "colocated")),
     "network slow": Fault(nothing, "", ("colocated", "sync"), words=network("slow")),
     "network cut": Fault(nothing, "", ("sync", "async"), words=network("cut")),
     "network garbled": Fault(nothing, ENGINE_BACK, ("partial", "sync"), words=network("garbled")),
@@ -215,7 +211,7 @@ IN_GATE = {("engine killed", "sync")}
 
 def needs_its_own(name: str) -> bool:
     """True of a fault that needs other settings of a run, ends it, or takes a node away."""
-    return bool(FAULTS[name].words or FAULTS[name].status) or name == "clock jumps" or name.startswith("node of")
+    return bool(FAULTS[name].words or FAULTS[name].status) or name.startswith("node of")
 
 
 def cases() -> list[Any]:
@@ -311,19 +307,11 @@ def test_a_fault_loses_nothing(
     begin: Callable[..., Callable[..., Any]],
     tmp_path: Path,
     request: pytest.FixtureRequest,
-    monkeypatch: pytest.MonkeyPatch,
     name: str,
     mode: str,
 ) -> None:
     """It comes after the first step of a run, which is seen to its end."""
     fault, place = FAULTS[name], request.getfixturevalue("disk") if name in ("disk full", "read-only") else tmp_path
-    if name == "clock jumps":
-        if not LIBFAKETIME.exists():
-            pytest.skip(f"needs {LIBFAKETIME}, of Debian's libfaketime")
-        (tmp_path / "offset").write_text("+0s")
-        settings = {"TIMESTAMP_FILE": tmp_path / "offset", "CACHE_DURATION": 1, "DONT_FAKE_MONOTONIC": 1}
-        for key, value in {"LD_PRELOAD": LIBFAKETIME, **{f"FAKETIME_{key}": value for key, value in settings.items()}}.items():
-            monkeypatch.setenv(key, str(value))
     starting = begin(mode, *fault.words, place=place)
     with ExitStack() as stack:
         run = starting()

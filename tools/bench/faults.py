@@ -36,7 +36,7 @@ FAULTS = {
     "a rank of two": "ray::TrainerWorker",
     "all reward workers": "multiprocessing.spawn",
 }
-STEP = re.compile(r"^(\d+)/\d+ ")
+STEP = re.compile(r"^ *(\d+)/\d+ ")
 BACK = re.compile(r"engine (\d) is back after (\d+) s")
 
 
@@ -51,7 +51,7 @@ def overrides(task: Path, *, num_steps: int) -> list[str]:
 
 def cold_start_s(task: Path, example: Path) -> float:
     """Return the seconds of one engine's start by itself."""
-    settings = load_settings(example, overrides(task, num_steps=1))
+    settings = load_settings(example, overrides(task, num_steps=100))
     engine = Engine(
         engine_arguments(settings, model=EngineModel(settings.model.path), device_kind="cpu"), log_path=task.parent / "engine.log"
     )
