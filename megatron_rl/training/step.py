@@ -354,8 +354,10 @@ def share_of_metrics(reports: Sequence[LossOutput], place: Place, *, loss: str, 
     table = torch.stack([torch.stack([value.double() for value in row]) for row in rows])
     sums, largest = table.sum(dim=0).tolist(), table.amax(dim=0).tolist()
     # The loss is the sum of all shares: one rank gives the weight, the others only their share.
-    metrics: dict[str, Metric] = {f"train/{loss}": Mean(sums[0], float(place.reports_alone))}
+    metrics: dict[str, Any] = {f"train/{loss}": Mean(sums[0], float(place.reports_alone))}
     for index, name in enumerate(own):
         for full_name in names.get(name, (f"train/{name}",)):
-            metrics[full_name] = Max(largest[1 + 2 * index]) if name == LARGEST else Mean(sums[1 + 2 * index], sums[2 + 2 * index])
+            metrics[full_name] = Mean(sums[1 + 2 * index], sums[2 + 2 * index])
+    if (found := metrics.pop(f"train/{LARGEST}", None)) is not None and found.weight:
+        metrics[f"train/{LARGEST}"] = Max(largest[1 + 2 * own.index(LARGEST)])
     return metrics

@@ -22,11 +22,12 @@ def check_steps(directory: Path, *, num_steps: int) -> None:
     assert steps[0]["weights/parity_mean"] <= 1e-4 and steps[0]["weights/scored_mean"] <= 1e-4
     for step in range(1, num_steps + 1):
         row = steps[step]
-        assert row["train/log_prob_diff_clipped"] <= 1e-5 and row["train/log_prob_diff_max"] <= 1e-3, row
+        # A step may train on older tokens alone.
+        assert row.get("train/log_prob_diff_clipped", 0.0) <= 1e-5 and row.get("train/log_prob_diff_max", 0.0) <= 1e-3, row
         assert row["weights/scored_mean"] <= 1e-4
         shares = {name: row[f"train/quadrant_{name}"] for name in QUADRANTS}
         assert sum(shares.values()) == pytest.approx(1), shares
-        assert row["train/draw_log_ratio"] < -0.01 and row["train/off_policy_ratio"] < 0.99
+        assert row["train/draw_log_ratio"] < -0.01
     print(directory.name, shares, {name: row[f"train/{name}"] for name in ("draw_log_ratio", "off_policy_ratio", "log_prob_diff")})
 
 
@@ -34,6 +35,8 @@ def test_a_run_trains_on_what_was_drawn_by_entropy(task: Path, tmp_path: Path, s
     run = start(*rl_arguments(task, tmp_path / "run", *WORDS, "training.optimizer_steps_per_batch=2"))
     assert run.wait() == 0, run.output
     check_steps(tmp_path / "run", num_steps=2)
+    first = metrics(tmp_path / "run")[1]
+    assert first["train/off_policy_ratio"] < 0.99 and first["train/log_prob_diff_max"] > 0
 
 
 @pytest.mark.slow

@@ -352,6 +352,8 @@ def test_no_step_is_made_on_log_probs_other_than_expected(make_trainer: MakeTrai
     metrics = trained(few)[0]
     assert metrics["train/log_prob_diff_clipped"].value == pytest.approx((3 * 0.5 + 0.25) / 17, rel=1e-4)
     assert metrics["train/log_prob_outliers"].value == pytest.approx(3 / 17)
+    assert metrics["train/log_prob_diff_max"].value == pytest.approx(8.0, rel=1e-4)
+    assert "train/log_prob_diff_max" not in trained(replace(few, weight_versions=np.where(few.loss_mask, 3, -1)))[0]
 
 
 def test_a_later_step_of_a_batch_is_held_against_the_weights_before(make_trainer: MakeTrainer, tiny_model: Callable[..., Path]) -> None:
