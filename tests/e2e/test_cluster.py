@@ -270,4 +270,5 @@ def test_agents_play_on_all_nodes(chat_task: Path, tmp_path: Path, start: Callab
     assert [steps[step]["rollout/failures"] for step in (1, 2)] == [0, 0]
     assert sum(steps[step]["rollout/retries"] for step in (1, 2)) > 0
     made = [(directory / "logs" / name).read_text().count('{"reward"') for name in ("agents.log", "agents-1.log")]
-    assert min(made) > 0 and sum(made) == 16
+    # One may have said its reward just before the kill.
+    assert min(made) > 0 and sum(made) >= 16
