@@ -52,7 +52,10 @@ _TABLES = files("itables") / "html"
 
 
 def scripts() -> dict[str, str]:
-    """Return JavaScript of `vega` and `datatables`, and the `style` of these. Vega's is made once for each release and user: bundling takes seconds."""
+    """Return JavaScript of `vega` and `datatables`, and the `style` of these.
+
+    Vega's is made once for each release and user: bundling takes seconds.
+    """
     kept = Path(f"~/.cache/megatron_rl/vega-{version('vl-convert-python')}.js").expanduser()
     vega = kept.read_text("utf-8") if kept.is_file() else vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
     if not kept.is_file():
