@@ -6,7 +6,7 @@ from contextlib import suppress
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import altair as alt
 import numpy as np
@@ -51,16 +51,11 @@ _BINS = 20
 _TABLES = files("itables") / "html"
 
 
-class Scripts(NamedTuple):
-    """JavaScript and CSS of Vega and DataTables."""
+def scripts() -> dict[str, str]:
+    """Return JavaScript of `vega` and `datatables`, and the `style` of these.
 
-    vega: str
-    datatables: str
-    style: str
-
-
-def scripts() -> Scripts:
-    """Return the bundled scripts. Vega's is made once for each release and user: bundling takes seconds."""
+    Vega's is made once for each release and user: bundling takes seconds.
+    """
     kept = Path(f"~/.cache/megatron_rl/vega-{version('vl-convert-python')}.js").expanduser()
     vega = kept.read_text("utf-8") if kept.is_file() else vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
     if not kept.is_file():
@@ -70,7 +65,7 @@ def scripts() -> Scripts:
     datatables, style = ((_TABLES / f"dt_bundle.{kind}").read_text("utf-8") for kind in ("js", "css"))
     # Inside a script only these two would be markup; both stand in strings and comments there.
     vega, datatables = (text.replace("<!--", "<\\!--").replace("</script", "<\\/script") for text in (vega, datatables))
-    return Scripts(vega, datatables, style)
+    return {"vega": vega, "datatables": datatables, "style": style}
 
 
 def all_charts(
