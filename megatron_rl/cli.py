@@ -1,8 +1,6 @@
 """The command line.
 
-Commands are `train`, `eval`, `rollout`, `data`, `buffer`, `score`, `compare`, `report`, `samples`,
-`import`, `status`, `plan`, `models`, `convert`, `serve`, `verify-checkpoint`, `check-plugin` and
-`doctor`.
+Those that read what runs wrote are in report/commands.
 
 Heavy modules are imported inside the command with the need, so that help and mistakes answer at
 once.
@@ -29,7 +27,8 @@ from megatron_rl.errors import UserError
 from megatron_rl.exit_status import exit_status
 from megatron_rl.plugins.kinds import PluginKind
 from megatron_rl.plugins.loader import kind_of
-from megatron_rl.report.buffer_command import buffer, opened
+from megatron_rl.report.buffer_command import opened
+from megatron_rl.report.commands import reading
 from megatron_rl.runtime.grace import Grace
 from megatron_rl.runtime.supervisor import supervise
 from megatron_rl.system.process_variables import check_directory, check_home, settle_output
@@ -46,7 +45,8 @@ def cli() -> None:
     check_directory()
 
 
-cli.add_command(buffer)
+for command in reading.commands.values():
+    cli.add_command(command)
 
 
 @cli.command(cls=SettingsCommand, short_help="Train a policy.", context_settings=_OVERRIDES, options_metavar="[OPTIONS]")
@@ -195,75 +195,6 @@ def data(words: tuple[str, ...]) -> None:
     print("\n".join(detailed_overview(prompts)))
 
 
-@cli.command(short_help="Score a file of responses, and compare rewards.")
-@click.argument("file", type=click.Path(path_type=Path))
-@click.option("--reward", "rewards", multiple=True, required=True, help="A name, MODULE:FUNCTION, or YAML {function: .., args: ..}.")
-@click.option("--column", help="Field with a number, to compare with: reward, of the answers that an evaluation kept.")
-@click.option("--label-key", help="Field with the right answer, or a path such as reward_model.ground_truth.")
-@click.option("--out", type=click.Path(path_type=Path), help="File for all of it as JSON.")
-def score(file: Path, rewards: tuple[str, ...], column: str | None, label_key: str | None, out: Path | None) -> None:
-    """Score the responses in FILE, rows with prompt, label and response or text, by each --reward, without a model.
-
-    Print outcomes, the slowest calls, and the rows on which two rewards, or one and a column, differ. Example:
-
-    megatron-rl score runs/first/evaluation/step-000010/aime24.jsonl --reward math --reward my.rewards:score --column reward
-    """
-    from megatron_rl.evaluation.scoring import read_reward, score_file
-
-    score_file(file, [read_reward(words) for words in rewards], column=column, label_key=label_key, out=out)
-
-
-@cli.command(short_help="Say if runs differ on their evaluation sets.")
-@click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="RUN RUN...")
-@click.option("--step", type=click.IntRange(0), help="Step to compare at; the last that all runs evaluated when not given.")
-@click.option("--out", type=click.Path(path_type=Path), default=Path("comparison.png"), show_default=True, help="Picture of the curves.")
-def compare(runs: tuple[Path, ...], step: int | None, out: Path) -> None:
-    """Compare each RUN with the first by their kept answers: a paired bootstrap over the prompts of each set that both have.
-
-    RUN is a run.directory, or what `megatron-rl eval` wrote. Curves of all are drawn into one picture.
-    """
-    from megatron_rl.report.compared_runs import compare_runs
-
-    compare_runs(runs, step=step, out=out)
-
-
-@cli.command(short_help="Show a run on a page, whether it has ended or not.")
-@click.argument("directory", type=click.Path(path_type=Path))
-@click.option("--steps", metavar="A-B", help="Curves and samples of these steps alone.")
-@click.option("--group", "groups", multiple=True, metavar="ID", help="A group to show in any case; may be given several times.")
-@click.option("--out", type=click.Path(path_type=Path), help="Another file than report.html in DIRECTORY, without curves.png.")
-def report(directory: Path, steps: str | None, groups: tuple[str, ...], out: Path | None) -> None:
-    """Write curves.png and report.html into DIRECTORY, the run.directory of a run; print the page's path.
-
-    The page has curves, samples with the numbers of their tokens, distributions and settings; it needs no network and no server.
-    """
-    from megatron_rl.report.page import report_run
-
-    found = re.fullmatch(r"(\d+)(?:-(\d+))?", steps or "0")
-    if found is None:
-        raise UserError(f"--steps is {steps!r}, needs one step or two, as in --steps 10-20")
-    first, last = int(found[1]), int(found[2] or found[1])
-    print(report_run(directory, between=None if steps is None else (first, last), out=out, marked=groups))
-
-
-@cli.command(short_help="Print samples of a run.")
-@click.argument("directory", type=click.Path(path_type=Path))
-@click.option("--step", type=click.IntRange(min=0), help="Step that trained on the samples; the newest when not given.")
-@click.option("--worst", type=click.IntRange(min=0), default=None, help="Samples with the lowest rewards; 3 when nothing is asked for.")
-@click.option("--best", type=click.IntRange(min=0), default=0, help="Samples with the highest rewards.")
-@click.option("--group", metavar="ID", help="All samples of this group instead.")
-def samples(directory: Path, step: int | None, worst: int | None, best: int, group: str | None) -> None:
-    """Print samples of the run in DIRECTORY with prompt, reward and answer; control characters are escaped.
-
-    Example: megatron-rl samples runs/first --step 12 --worst 5
-    """
-    from megatron_rl.report.printed_samples import printed_samples
-
-    worst = worst if worst is not None else 0 if best else 3
-    for line in printed_samples(directory, step=step, worst=worst, best=best, group=group):
-        print(line)
-
-
 @cli.command(name="import", short_help="Translate a script of slime or verl.")
 @click.argument("project", type=click.Choice(["slime", "verl"]))
 @click.argument("source", type=click.Path(path_type=Path), metavar="SCRIPT.sh|CONFIG.yaml")
@@ -282,21 +213,6 @@ def import_script(project: Any, source: Path, given: tuple[str, ...], **options:
     from megatron_rl.importers.imported import import_settings
 
     import_settings(project, source, given=given, **options)
-
-
-@cli.command(short_help="Say what runs do, on this node or another one.")
-@click.argument("directories", nargs=-1, type=click.Path(path_type=Path), metavar="[DIRECTORY]...")
-@click.option("--watch", is_flag=True, help="Print again every few seconds, until all runs have ended.")
-@click.option("--json", "as_json", is_flag=True, help="A JSON object for each run, in place of text.")
-def status(directories: tuple[Path, ...], watch: bool, as_json: bool) -> int:
-    """Print phase, waits, engines, speed, disk, expected end and advice of each run, from the files in its DIRECTORY alone.
-
-    DIRECTORY is the run.directory of a run or has runs below; the working directory when not given. The exit status is the largest
-    of: 0 runs or finished, 1 failed or killed, 3 late or silent, 75 interrupted and to be resumed.
-    """
-    from megatron_rl.report.status import print_status, runs_below
-
-    return print_status([run for each in directories or (Path(),) for run in runs_below(each)], watch=watch, as_json=as_json)
 
 
 @cli.command(short_help="Plan the memory of a layout on GPUs.", context_settings=_OVERRIDES, options_metavar="[OPTIONS]")
