@@ -100,8 +100,15 @@ def _begin(
     found = newest_checkpoint(directory) if resume else None
     step, row = (found[1].step, found[1].metrics) if found is not None else (0, {})
     sinks = Sinks(directory, settings.observe, first_step=step, row=row, config=settings.model_dump(mode="json"))
-    options = {"replay": replay, "report_interval": settings.observe.report_interval}
-    records = RunRecords(settings.run, console=console, sinks=start.life.enter_context(sinks), memory=memory, timer=timer, **options)
+    records = RunRecords(
+        settings.run,
+        console=console,
+        sinks=start.life.enter_context(sinks),
+        memory=memory,
+        timer=timer,
+        replay=replay,
+        report_interval=settings.observe.report_interval,
+    )
     run = make_run(records=records)
     start.life.callback(run.give_up)
     return run
