@@ -47,7 +47,7 @@ from megatron_rl.system.deadlines import ENGINE_CONTROL_S, PLACEMENT_S, REWARDS_
 from megatron_rl.system.device import quiet_megatron_imports
 from megatron_rl.system.files import claim
 from megatron_rl.system.process_variables import shared_variables
-from megatron_rl.system.stacks import STACKS_FILE, stacks_to, write_stacks
+from megatron_rl.system.stacks import STACKS_FILE, STACKS_VARIABLE, stacks_to, write_stacks
 from megatron_rl.weights.sync import CHECK_INTERVAL, TRANSPORTS, WeightSync
 from megatron_rl.weights.transport import Surroundings, WeightTransport
 
@@ -115,7 +115,6 @@ class RunStart:
     def __init__(self, settings: Settings, stack: ExitStack, report: StartReport) -> None:
         self._settings, self._stack, self.report = settings, stack, report
         self._stacks = settings.run.directory / "logs" / STACKS_FILE
-        stack.enter_context(stacks_to(self._stacks))
         self.watchdog = stack.enter_context(Watchdog(note=report.note, late=self._note_late))
         self.life = stack.enter_context(ExitStack())
         self.ranks: TrainerGroup | None = None
@@ -138,6 +137,11 @@ class RunStart:
         else:
             self.report.note(f"{state}; Python stacks of the run's processes are in {self._stacks}")
 
+    def _begin_stacks(self) -> None:
+        """Let this process and those started from now on write their stacks when asked."""
+        if STACKS_VARIABLE not in os.environ:
+            self._stack.enter_context(stacks_to(self._stacks))
+
     def _open_status(self) -> None:
         """Write the run's state from here until its end; only after the claim of its directory."""
         if self._status is not None:
@@ -157,6 +161,7 @@ class RunStart:
         """Do the cheap checks, then start the ranks and wait; the returned function makes the run from `records`."""
         settings = self._settings
         self._claim_directory()
+        self._begin_stacks()
         self._open_status()
         prompts = self._read_prompts(supervised=True)
         ranks = self.ranks = TrainerGroup(settings, reservation=self.reserve(), watchdog=self.watchdog)
@@ -176,6 +181,7 @@ class RunStart:
     def with_engines(self, *, resume: bool) -> Callable[..., Run]:
         """Do as `supervised` with engines: ranks and engines start at once, or in turns on shared devices."""
         settings, watchdog = self._settings, self.watchdog
+        self._begin_stacks()
         manager = self.open_manager(settings.run.directory / BUFFER_FILE)
         self._open_status()
         reservation = self.reserve()

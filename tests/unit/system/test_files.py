@@ -63,7 +63,7 @@ def test_file_beyond_the_size_limit_keeps_the_old_content(tmp_path: Path) -> Non
 
 def test_full_disk_becomes_a_user_error_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     full = Path("/dev/full")
-    monkeypatch.setattr(files, "_free_bytes", lambda path: 45 * 2**20)
+    monkeypatch.setattr(files, "free_bytes", lambda path: 45 * 2**20)
     with pytest.raises(UserError, match=r"cannot write .*No space left.* \(45 MiB free\); free space on this disk"), disk_errors(full):
         full.write_text("x")
 
@@ -71,7 +71,7 @@ def test_full_disk_becomes_a_user_error_with_the_fix(monkeypatch: pytest.MonkeyP
 def test_a_library_error_on_a_full_disk_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="unexpected pos"), disk_errors(tmp_path):
         raise RuntimeError("unexpected pos 64")
-    monkeypatch.setattr(files, "_free_bytes", lambda path: 4096)
+    monkeypatch.setattr(files, "free_bytes", lambda path: 4096)
     with pytest.raises(UserError, match=r"the disk is full, .* \(unexpected pos 64\)"), disk_errors(tmp_path):
         raise RuntimeError("unexpected pos 64")
 
