@@ -3,7 +3,7 @@
 import functools
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,11 +23,11 @@ def _load(path: str) -> Callable[..., Any]:
     return found
 
 
-async def slime(*, sample: Sample, path: str, key: str | None = None) -> dict[str, float]:
-    """Return the reward of slime's `(args, sample)` at `path`; `key` chooses one of a mapping, as --reward-key does.
+def slime(*, sample: Sample, path: str, key: str | None = None) -> Any:
+    """Return the reward, or an awaitable of it, of slime's `(args, sample)` at `path`.
 
-    Their sample has prompt, response, label, metadata, tokens, response_length, index and status;
-    `args` has nothing.
+    `key` chooses one number of a mapping, as --reward-key does. Their sample has prompt, response,
+    label, metadata, tokens, response_length, index and status; `args` has nothing.
     """
     status = SimpleNamespace(value=_STATES.get(sample.stop_reason, "completed"))
     theirs = SimpleNamespace(
@@ -43,11 +43,11 @@ async def slime(*, sample: Sample, path: str, key: str | None = None) -> dict[st
         reward=None,
     )
     found = _load(path)(SimpleNamespace(), theirs)
-    return _rewards(await found if inspect.isawaitable(found) else found, key=key or "score")
+    return _rewards(found, key=key or "score")
 
 
-async def verl(*, sample: Sample, path: str) -> dict[str, float]:
-    """Return the reward of verl's `compute_score(data_source, solution_str, ground_truth, extra_info)` at `path`.
+def verl(*, sample: Sample, path: str) -> Any:
+    """Return the reward, or an awaitable of it, of verl's `compute_score(data_source, solution_str, ground_truth, extra_info)` at `path`.
 
     The row's fields `data_source` and `extra_info` come from the prompt's metadata.
     """
@@ -58,11 +58,17 @@ async def verl(*, sample: Sample, path: str) -> dict[str, float]:
         ground_truth=sample.prompt.label,
         extra_info=metadata.get("extra_info") or {},
     )
-    return _rewards(await found if inspect.isawaitable(found) else found, key="score")
+    return _rewards(found, key="score")
 
 
-def _rewards(found: Any, *, key: str) -> dict[str, float]:
-    """Return a reward and its components from a number or a mapping with `key`."""
+async def _awaited(found: Awaitable[Any], *, key: str) -> Any:
+    return _rewards(await found, key=key)
+
+
+def _rewards(found: Any, *, key: str) -> Any:
+    """Return a reward and its components from a number or a mapping with `key`; of an awaitable, an awaitable."""
+    if inspect.isawaitable(found):
+        return _awaited(found, key=key)
     if not isinstance(found, dict):
         return {"reward": float(found)}
     others = {name: float(value) for name, value in found.items() if name != key and isinstance(value, bool | int | float)}

@@ -12,7 +12,7 @@ import math
 import numbers
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from megatron_rl.errors import UserError
@@ -66,11 +66,15 @@ def call_all(path: str, args: str, *, samples: Sequence[Sample], form: Form, cal
             if not isinstance(results, Sequence) or len(results) != len(part):
                 got = f"{len(results)} results" if isinstance(results, Sequence) else f"a {type(results).__name__}"
                 raise TypeError(f"reward.function {path} returned {got} for a group of {len(part)} samples, needs a result for each")
-            rewards += [_outcome(path, result) for result in results]
+            rewards += [_outcome(path, asyncio.run(_awaited(each)) if inspect.isawaitable(each) else each) for each in results]
         except BaseException as error:  # the boundary where a user's error, exit or interrupt becomes an outcome
             rewards += [_failed(error)] * len(part)
         slowest_s = max(slowest_s, time.monotonic() - start)
     return rewards, slowest_s
+
+
+async def _awaited(result: Awaitable[Any]) -> Any:
+    return await result
 
 
 async def _gather(path: str, args: str, samples: Sequence[Sample], timeout_s: float) -> list[Reward]:

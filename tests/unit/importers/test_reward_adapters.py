@@ -51,7 +51,7 @@ def scored(kind: str, name: str, *, response: str = "7", **args: Any) -> Any:
         response_text=response,
     )
     given = ", ".join(f'"{key}": "{value}"' for key, value in {"path": f"their_rewards:{name}", **args}.items())
-    (reward,), _ = call_all(f"megatron_rl.importers.rewards:{kind}", f"{{{given}}}", samples=[sample])
+    (reward,), _ = call_all(f"megatron_rl.importers.rewards:{kind}", f"{{{given}}}", samples=[sample], form="sample", call_timeout_s=9.0)
     return reward
 
 

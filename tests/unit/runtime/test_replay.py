@@ -28,7 +28,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, TrainBatch]]:
     """The batches that ranks got, with the steps before."""
     batches: list[tuple[int, TrainBatch]] = []
 
-    def train(self: Ranks, batch: TrainBatch, *, step: int, expected: object) -> list[dict[str, Metric]]:
+    def train(self: Ranks, batch: TrainBatch, *, step: int, expected: object, rows: object) -> list[dict[str, Metric]]:
         batches.append((step, batch))
         return [{"train/num_tokens": Sum(1.0)}]
 

@@ -317,7 +317,7 @@ def test_draws_by_entropy_are_expected_of_samples_alone(make_run: MakeRun, monke
         asked.append(distribution.get("entropy"))
         return np.zeros(len(batch.tokens), np.float32)
 
-    def train(self: Ranks, batch: TrainBatch, *, step: int, expected: Expected | None) -> list[dict[str, Metric]]:
+    def train(self: Ranks, batch: TrainBatch, *, step: int, expected: Expected | None, rows: Any) -> list[dict[str, Metric]]:
         assert expected is not None and (expected.version, expected.entropy) == (4, entropy)
         # Rounding grows with the coolest draw.
         assert expected.limits.outlier == pytest.approx(1e-3 / 0.8 / 0.5)

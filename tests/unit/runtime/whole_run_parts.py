@@ -88,6 +88,7 @@ class Client:
     def __init__(self, address: EngineAddress, **_: object) -> None:
         self.address = address
         self.served: Counter[str] = Counter()
+        self.pending, self.num_ended = Counter[bool](), 0
         Client.weights = "made up"
 
     async def __aenter__(self) -> "Client":

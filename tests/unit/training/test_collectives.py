@@ -21,6 +21,7 @@ QUERIES = {"get_rank", "get_world_size", "get_backend", "get_process_group_ranks
 # Function and call -> the ranks that call it together, and why it does not stand with the others.
 ELSEWHERE = {
     "gather_partials: all_gather": "tensor-parallel ranks: part of a forward pass, and the room of algorithms is given its groups",
+    "drawn_log_probs: all_gather": "tensor-parallel ranks: part of a forward pass, as gather_partials",
     "balance_loss: all_reduce": "ranks that share a router's sequences: part of its forward pass",
     "UnevenAllGatherDispatcher.token_dispatch: all_reduce": "expert-parallel ranks: part of the forward pass of a mixture's layer",
     "_holders: all_gather_object": "pipeline or expert ranks: before weights are exported, outside of steps",
