@@ -36,6 +36,7 @@ from megatron_rl.engines.server_args import server_arguments
 from megatron_rl.errors import EngineError, UserError
 from megatron_rl.rollout.generator import together
 from megatron_rl.system.leftovers import PREFIX, remove_leftovers
+from megatron_rl.system.rendezvous import serve_store
 from megatron_rl.types import Group, Prompt, StopReason
 from megatron_rl.weights.broadcast import BroadcastPlan, join_as_sender
 
@@ -253,7 +254,8 @@ def test_weights_by_broadcast_take_effect_with_their_version(ask, models) -> Non
         torch.distributed.broadcast(whole, src=0, group=process_group)
 
     async def work(client: EngineClient) -> tuple[np.ndarray, int]:
-        joining = asyncio.to_thread(join_as_sender, BroadcastPlan(**group, buckets=(), timeout_s=30))
+        store = serve_store("127.0.0.1", port=group["port"], timeout_s=30)
+        joining = asyncio.to_thread(join_as_sender, BroadcastPlan(**group, buckets=(), timeout_s=30), store)
         process_group, _ = await asyncio.gather(joining, client.join_group(rank_offset=1, **group))
         await score(client, np.array([9, 9, 9, 2]))
         await client.pause("abort")
