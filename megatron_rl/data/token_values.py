@@ -18,12 +18,17 @@ class TokenValues:
     `rows` [n] are sequences of the whole batch, `offsets` [n] the tokens' places in them. `values`
     [len(TOKEN_VALUES), n]: the policy's log-prob before the token's optimizer step and before the
     batch's first one, entropy, all in nats, advantage, the reference's log-prob, and 1 where the
-    policy loss clipped the token, else 0.
+    policy loss clipped the token, else 0. Given in any order; kept by ascending row.
     """
 
     rows: Ints
     offsets: Ints
     values: Floats
+
+    def __post_init__(self) -> None:
+        order = np.argsort(self.rows, kind="stable")
+        for name in ("rows", "offsets", "values"):
+            object.__setattr__(self, name, getattr(self, name)[..., order])
 
     @classmethod
     def joined(cls, parts: Iterable["TokenValues"]) -> "TokenValues":
@@ -34,9 +39,10 @@ class TokenValues:
 
     def of_row(self, row: int, *, begin: int, length: int) -> Floats | None:
         """Return the values [len(TOKEN_VALUES), length] of a sequence's tokens from `begin` on; None without any."""
-        mine = self.rows == row
-        if not mine.any():
+        first, end = np.searchsorted(self.rows, (row, row + 1))
+        if first == end:
             return None
+        mine = slice(first, end)
         table = np.full((len(TOKEN_VALUES), length), np.nan, np.float32)
         table[:, self.offsets[mine] - begin] = self.values[:, mine]
         return table

@@ -87,6 +87,21 @@ def test_prune_keeps_groups_with_values_of_tokens_first(buffer: Buffer, make_gro
     assert buffer._connection.execute(query).fetchall()[1:] == [("b", 2, 1), ("c", 0, 0), ("d", 2, 0)], "to be trained on again"
 
 
+def test_values_of_tokens_are_found_by_row_whatever_their_order() -> None:
+    generator = np.random.default_rng(0)
+    order = generator.permutation(12)
+    rows, offsets = np.repeat([3, 5, 9], 4)[order], np.tile([2, 3, 4, 6], 3)[order]
+    values = np.tile(10.0 * rows + offsets, (len(TOKEN_VALUES), 1)).astype(np.float32)
+    halves = [TokenValues(rows[part], offsets[part], values[:, part]) for part in (slice(5), slice(5, None))]
+    found = TokenValues.joined(halves)
+    assert found.rows.tolist() == sorted(rows), "else every row looks at all tokens"
+    for row in (3, 5, 9):
+        table = found.of_row(row, begin=2, length=5)
+        assert table is not None
+        np.testing.assert_array_equal(table, np.tile([10.0 * row + 2, 10.0 * row + 3, 10.0 * row + 4, np.nan, 10.0 * row + 6], (6, 1)))
+    assert found.of_row(4, begin=2, length=5) is None and found.of_row(10, begin=2, length=5) is None
+
+
 @pytest.fixture
 def locked(buffer: Buffer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A connection of another program in the midst of a transaction, which the buffer waits for in short turns."""
