@@ -302,7 +302,7 @@ class RolloutRun(Run):
             self._ranks_are_idle = idle
 
     def _wait_for_samples(self, work: "Coroutine[Any, Any, Result] | Future[Result]", *, name: str, timeout_s: float) -> Result:
-        """Wait for samples while the ranks are idle; finish a written save meanwhile."""
+        """Wait for samples, or their storage, while the ranks are idle; finish a written save meanwhile."""
         self._ranks_are_idle = True
 
         def meanwhile() -> None:
@@ -369,7 +369,8 @@ class RolloutRun(Run):
             raise self._explained(error, version=step, batch=batch) from error
         overlap_s, train_s = self._manager.busy_s - busy_before_s, time.perf_counter() - start_s
         self._records.add({"rollout/overlap_fraction": Mean(min(overlap_s, train_s), train_s)})
-        self._wait(self._manager.keep(self._ranks.recorded), name="keeping the values of tokens")
+        keeping = self._manager.keep(self._ranks.recorded)
+        self._wait_for_samples(keeping, name="keeping the values of tokens", timeout_s=ENGINE_CONTROL_S)
         prints, seen = self._settings.observe.print_samples, list(self._manager.looked_at.values())
         if prints and seen and not (step + 1) % prints:
             self._records.say(*lines_of(seen[step % len(seen)], step=step + 1))

@@ -50,6 +50,18 @@ def test_samples_that_cannot_be_made_leave_a_checkpoint(
     assert [path.name for path in checkpoint_paths(tmp_path / "run")] == ["step-000002"] and (("abandon",) in calls) is colocated
 
 
+def test_token_values_that_cannot_be_kept_leave_a_checkpoint(make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def keep(self: Manager, values: object) -> None:
+        raise DeadlineError("keeping the values of tokens did not finish")
+
+    run = make_run("run.num_steps=9", "run.save_interval=0")
+    monkeypatch.setattr(Manager, "keep", keep)
+    with pytest.raises(DeadlineError) as caught:
+        train_loop(run, first_step=0)
+    run.break_off(caught.value)
+    assert [path.name for path in checkpoint_paths(tmp_path / "run")] == ["step-000001"], "the step was trained on"
+
+
 @pytest.mark.parametrize("colocated", [False, True])
 def test_the_last_engines_death_leaves_a_checkpoint(make_run: MakeRun, calls: Calls, tmp_path: Path, colocated: bool) -> None:
     """But not on shared devices, where its memory is not given back."""
