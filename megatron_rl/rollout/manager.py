@@ -307,7 +307,9 @@ class RolloutManager:
         kept = [each.group for each in taken if each.kept]
         trained = kept or [each.group for each in taken if not each.failed]
         batch, names = make_train_batch(trained, version=step), to_keep(trained, self._settings.run.keep_groups)
-        self.looked_at = {row: sample for row, sample in enumerate(batch_samples(trained)) if sample.group_id in names}
+        rows = {row: sample for row, sample in enumerate(batch_samples(trained)) if sample.group_id in names}
+        # They stay through the training, and the batch has these records already.
+        self.looked_at = {row: replace(sample, routed_experts=None, candidates=None) for row, sample in rows.items()}
         if not kept:
             # All groups are dropped: there is nothing to train on.
             batch = replace(batch, loss_mask=np.zeros(len(batch.tokens), np.bool_))

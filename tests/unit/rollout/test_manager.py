@@ -26,6 +26,7 @@ from manager_parts import (
 from run_parts import Rewards
 
 from megatron_rl.config.settings import Settings
+from megatron_rl.data.batch import batch_samples
 from megatron_rl.data.source import RunPrompts
 from megatron_rl.data.token_values import TOKEN_VALUES, TokenValues
 from megatron_rl.engines.answers import Generation
@@ -222,7 +223,12 @@ def test_the_buffer_separates_trained_from_dropped_groups(make_settings: Callabl
     assert rejected and set(rejected) == {NO_SIGNAL}
 
 
-def test_values_of_tokens_go_to_the_samples_of_their_rows(make_settings: Callable[..., Settings], tmp_path: Path) -> None:
+def test_values_of_tokens_go_to_the_samples_of_their_rows(
+    make_settings: Callable[..., Settings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def with_experts(groups: list[Group]) -> list[Sample]:
+        return [dataclasses.replace(each, routed_experts=np.zeros((2, 1, 1), np.uint8)) for each in batch_samples(groups)]
+
     async def run() -> None:
         Client.engine = engine = Engine(seed=0)
         async with opened(make_settings("objective.zero_variance=resample", "run.keep_groups=2"), tmp_path / "buffer.sqlite") as manager:
@@ -230,6 +236,7 @@ def test_values_of_tokens_go_to_the_samples_of_their_rows(make_settings: Callabl
             rows, row_of = list(manager.looked_at), np.repeat(np.arange(batch.num_sequences), batch.lengths)
             assert len({sample.group_id for sample in manager.looked_at.values()}) == 2 and len(rows) == 4
             for row, sample in manager.looked_at.items():
+                assert sample.routed_experts is None, "gigabytes that would stay through the training"
                 start = batch.cu_seqlens[row] + batch.prompt_lengths[row]
                 np.testing.assert_array_equal(batch.tokens[start : batch.cu_seqlens[row + 1]], sample.response_ids)
             chosen = np.flatnonzero(np.isin(row_of, rows) & batch.loss_mask)
@@ -237,6 +244,7 @@ def test_values_of_tokens_go_to_the_samples_of_their_rows(make_settings: Callabl
             values = np.tile(batch.tokens[chosen].astype(np.float32), (len(TOKEN_VALUES), 1))
             await manager.keep(TokenValues(row_of[chosen], offsets, values))
 
+    monkeypatch.setattr("megatron_rl.rollout.manager.batch_samples", with_experts)
     asyncio.run(run())
     with sqlite3.connect(tmp_path / "buffer.sqlite") as connection:
         found = connection.execute("SELECT response_ids, loss_mask, token_values FROM samples WHERE token_values IS NOT NULL").fetchall()
