@@ -70,7 +70,8 @@ class Client:
         self.timeouts = request_timeout_s, control_timeout_s
         self.generate = Client.engine.generate
         self.served: Counter[str] = Counter()
-        self.is_paused = False
+        self.pending: Counter[bool] = Counter()
+        self.is_paused, self.num_ended = False, 0
 
     async def __aenter__(self) -> "Client":
         return self
