@@ -251,6 +251,7 @@ class RunStart:
             self.watchdog.watch("Ray", self.ray)
             # Reward workers that were started again are children that Ray's end would kill.
             self._stack.push(self.life.__exit__)
+            self._stack.callback(self.watchdog.forget)
         device_kind = cluster_device_kind()
         if device_kind == "cpu" and runtime.cluster.gpu is not None:
             raise UserError(no_gpu(runtime.cluster.gpu, "the Ray cluster"))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from megatron_rl.algorithms.rounding_limits import Expected
 from megatron_rl.checkpoints import training_state
@@ -179,11 +180,11 @@ class TrainerGroup:
         return any(death.done() for death in self._deaths)
 
     def stacks(self, *, timeout_s: float = RANK_ANSWER_S) -> list[list[str] | None]:
-        """Return the stack of every rank's call, as `TrainerWorker.stack`; None for a rank that does not answer."""
+        """Return the stack of every rank's call, as `TrainerWorker.stack`; None for a rank that does not answer or has died."""
         # Without holds not all processes run, and their places are not known.
         refs = [worker.stack.remote() for worker in self.workers] if self._holds else []
         answered, _ = ray.wait(refs, num_returns=len(refs), timeout=timeout_s)
-        return [ray.get(ref) if ref in answered else None for ref in refs]
+        return [_answer(ref) if ref in answered else None for ref in refs]
 
     def end(self) -> None:
         """Kill every rank; what is in its memory is lost."""
@@ -248,6 +249,14 @@ class TrainerGroup:
     def begin_send(self, *, version: int, checked: bool) -> list[Future[Sent]]:
         """Let every rank send the current weights to the engines, `checked` with checksums."""
         return [worker.call_sender.remote("send", version=version, checked=checked).future() for worker in self.workers]
+
+
+def _answer(ref: ray.ObjectRef) -> list[str] | None:
+    """Return what a rank has answered, None from a dead one."""
+    try:
+        return ray.get(ref)
+    except RayError:
+        return None
 
 
 def printed_stacks(stacks: Sequence[list[str] | None]) -> list[str]:

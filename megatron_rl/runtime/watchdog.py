@@ -26,7 +26,7 @@ from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
 from megatron_rl.errors import DeadlineError, MegatronRLError, UserError, WorkerDiedError
 from megatron_rl.observe.live_state import WaitState
-from megatron_rl.system.deadlines import CAUSE_S, CLOSE_S, LATE_S, LOOP_STOP_S, NAMED_S
+from megatron_rl.system.deadlines import CAUSE_S, CLOSE_S, LATE_S, LOOP_STOP_S, NAMED_S, STACK_S
 
 Future = concurrent.futures.Future[Any]
 GoesOn = Callable[[Exception], bool]
@@ -78,11 +78,12 @@ class Watchdog:
     """Waits for work; a watched actor's death ends every wait with the actor's error.
 
     Use in a `with`. `note` gets a sentence about a plug-in that blocks the event loop, `late` each
-    wait that takes longer than usual, once.
+    wait that takes longer than usual, once, in a thread of its own, one at a time.
     """
 
     def __init__(self, *, note: Callable[[str], None] = lambda text: None, late: Callable[[OpenWait], None] = lambda wait: None) -> None:
         self._note, self._late = note, late
+        self._telling: threading.Thread | None = None  # of the last late wait
         self.open_waits: list[OpenWait] = []
         """Waits in progress, of all threads; other threads may read a copy."""
         self._seconds: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=50))  # of finished waits, by kind
@@ -131,6 +132,9 @@ class Watchdog:
     def forget(self) -> None:
         """Watch no actor any more, because all are about to be stopped on purpose."""
         self._vital.clear()
+        if self._telling is not None:
+            # It asks the ranks first, and would start another Ray once this one has ended.
+            self._telling.join(timeout=STACK_S)
 
     @overload
     def wait(
@@ -219,9 +223,12 @@ class Watchdog:
         seconds.append(wait.seconds)
 
     def _note_late(self, wait: OpenWait) -> None:
-        if wait.is_late and not wait.noted:
-            wait.noted = True
-            self._late(wait)
+        with self._lock:
+            if wait.is_late and not wait.noted and (self._telling is None or not self._telling.is_alive()):
+                wait.noted = True
+                # Processes that hang take seconds each, in which deaths and deadlines must be noticed.
+                self._telling = threading.Thread(target=self._late, args=(wait,), name="late wait", daemon=True)
+                self._telling.start()
 
     def _wait_openly(self, wait: OpenWait, owners: dict[Future, str], *, meanwhile: Callable[[], None] | None) -> None:
         deadline = wait.begun_s + wait.timeout_s

@@ -217,8 +217,14 @@ def test_a_rank_that_takes_no_call_is_named_soon(group: TrainerGroup, monkeypatc
 
 
 def test_stacks_and_ends_of_ranks(group: TrainerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 2 does not answer; the dead one is known by the call that never returns."""
+    """Rank 2 does not answer, rank 1 has died; the dead one is known by the call that never returns."""
     ended: list[Any] = []
+
+    def get(ref: int) -> list[str]:
+        if ref == id(group.workers[1]):
+            raise RayActorError
+        return references[ref]
+
     references = {id(actor): [] if rank < 3 else ["train"] for rank, actor in enumerate(group.workers)}
     for actor in group.workers:
         actor.stack = types.SimpleNamespace(remote=lambda actor=actor: id(actor))
@@ -228,11 +234,11 @@ def test_stacks_and_ends_of_ranks(group: TrainerGroup, monkeypatch: pytest.Monke
         "ray",
         types.SimpleNamespace(
             wait=lambda refs, num_returns, timeout: ([ref for ref in refs if ref != silent], [silent]),
-            get=references.__getitem__,
+            get=get,
             kill=ended.append,
         ),
     )
-    assert group.stacks() == [[], [], None, ["train"]]
+    assert group.stacks() == [[], None, None, ["train"]]
     assert not group.has_died
     group._holds[1].set_exception(RuntimeError("gone"))
     assert group.has_died

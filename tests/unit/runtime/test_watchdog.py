@@ -349,6 +349,28 @@ def test_a_wait_is_late_against_its_usual_time_alone(monkeypatch: pytest.MonkeyP
         assert watchdog.open_waits == []
 
 
+def test_what_is_told_of_a_late_wait_delays_no_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LATE_S", 0.05)
+    monkeypatch.setattr(module, "MEANWHILE_S", 0.02)
+    told, go_on = list[str](), threading.Event()
+
+    def late(wait: module.OpenWait) -> None:
+        told.append(wait.name)
+        go_on.wait(timeout=2)
+
+    with Watchdog(late=late) as watchdog:
+        for step in range(1, 4):
+            watchdog.wait(finished(step), name=f"training of step {step}", owner="rank", timeout_s=9)
+        for step in (4, 5, 6):
+            with pytest.raises(DeadlineError):
+                watchdog.wait([Future()], name=f"training of step {step}", owner="rank", timeout_s=0.3)
+            assert told == ["training of step 4", "training of step 6"][: 1 + (step == 6)], "one at a time"
+            if step == 5:
+                go_on.set()
+                watchdog.forget()
+                assert all(thread.name != "late wait" for thread in threading.enumerate()), "Ray may end"
+
+
 @pytest.mark.parametrize(
     ("seconds", "late_after_s"), [([5.0, 6.0, 7.0], 36.0), ([1.0, 1.0, 90.0], 180.0), ([0.1] * 9, 20.0), ([5.0] * 2, 900.0)]
 )
