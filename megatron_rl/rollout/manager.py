@@ -306,7 +306,9 @@ class RolloutManager:
         taken.sort(key=lambda each: place[each.group.id])
         kept = [each.group for each in taken if each.kept]
         trained = kept or [each.group for each in taken if not each.failed]
-        batch, names = make_train_batch(trained, version=step), to_keep(trained, self._settings.run.keep_groups)
+        # One sample is printed, also where none is kept.
+        num_seen = max(self._settings.run.keep_groups, int(self._settings.observe.print_samples > 0))
+        batch, names = make_train_batch(trained, version=step), to_keep(trained, num_seen)
         rows = {row: sample for row, sample in enumerate(batch_samples(trained)) if sample.group_id in names}
         # They stay through the training, and the batch has these records already.
         self.looked_at = {row: replace(sample, routed_experts=None, candidates=None) for row, sample in rows.items()}

@@ -255,6 +255,18 @@ def test_values_of_tokens_go_to_the_samples_of_their_rows(
         np.testing.assert_array_equal(table, np.tile(expected, (len(TOKEN_VALUES), 1)))
 
 
+@pytest.mark.parametrize("prints", [0, 1])
+def test_a_sample_is_printed_where_no_group_is_kept(make_settings: Callable[..., Settings], tmp_path: Path, prints: int) -> None:
+    async def run() -> None:
+        Client.engine = engine = Engine(seed=0)
+        settings = make_settings("run.keep_groups=0", f"observe.print_samples={prints}")
+        async with opened(settings, tmp_path / "buffer.sqlite") as manager:
+            await step_of(manager, engine, 0)
+            assert len({sample.group_id for sample in manager.looked_at.values()}) == prints
+
+    asyncio.run(run())
+
+
 FILTERS = """
 def keep(*, group, digit: int):
     return "its number ends with the digit" if group.prompt.text.rstrip("=").endswith(str(digit)) else None
