@@ -107,6 +107,12 @@ class RunRecords:
         """Return True while a report is being written."""
         return self._report is not None and self._report.poll() is None
 
+    def end_report(self) -> None:
+        """End the report that is being written: an earlier page must not replace a later one."""
+        if self._report is not None:
+            self._report.kill()
+            self._report.wait()
+
     def finish(self, *, steps: int) -> None:
         """Write curves, page and finally the summary of a finished run; print their paths."""
         # Half as many steps again.
@@ -123,10 +129,7 @@ class RunRecords:
         if not (self._run.directory / METRICS_FILE).exists():
             return
         with self._console.phase("report"):
-            if self._report is not None:
-                # An earlier page must not replace the last one.
-                self._report.kill()
-                self._report.wait()
+            self.end_report()
             try:
                 run_command("report", self._run.directory)
             except UserError as error:

@@ -109,6 +109,7 @@ def _begin(
         replay=replay,
         report_interval=settings.observe.report_interval,
     )
+    start.life.callback(records.end_report)
     run = make_run(records=records)
     start.life.callback(run.give_up)
     return run

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from megatron_rl.observe.metrics import Metric
 from megatron_rl.observe.sinks import METRICS_FILE, read_metrics
 from megatron_rl.observe.summary import read_summary
 from megatron_rl.report.status import RunReport, report_status
-from megatron_rl.runtime import session, start
+from megatron_rl.runtime import run_records, session, start
 from megatron_rl.runtime.start import RunStart
 from megatron_rl.runtime.watchdog import Watchdog
 from megatron_rl.system.stacks import STACKS_VARIABLE
@@ -374,6 +375,11 @@ def test_a_run_whose_ranks_die_starts_new_ones_by_itself(
 ) -> None:
     """In the second step: all rows are those of a run without the death, and what was finished is not asked for again."""
     own, generate, groups, ended, asked = Ranks.train, Client.generate, set[Ranks](), list[Ranks](), list[int]()
+    reports, stopped = set[int](), set[int]()
+
+    def begin(*words: object) -> Any:
+        reports.add(number := len(reports))
+        return SimpleNamespace(poll=lambda: None, kill=lambda: stopped.add(number), wait=lambda: None)
 
     async def counted(self: Client, token_ids: Ints, *, num_samples: int = 1, **arguments: Any) -> tuple[Generation, ...]:
         # A probe asks for one sample.
@@ -392,7 +398,10 @@ def test_a_run_whose_ranks_die_starts_new_ones_by_itself(
     monkeypatch.setattr(Ranks, "load", lambda self, path, *, weights_only: (), raising=False)
     monkeypatch.setattr(Client, "generate", counted)
     monkeypatch.setattr(Sync, "give_up", lambda self, clients: asyncio.sleep(0), raising=False)
-    session.train(make_settings("data.samples_per_prompt=2", "run.save_interval=1", override), resume=False)
+    monkeypatch.setattr(run_records, "begin_command", begin)
+    words = ("data.samples_per_prompt=2", "run.save_interval=1", "observe.report_interval=1")
+    session.train(make_settings(*words, override), resume=False)
+    assert reports and reports == stopped, "an earlier page would replace a later one"
     rows = read_metrics(tmp_path / "run" / METRICS_FILE)
     assert [row["train/num_tokens"] for step, row in rows.items() if step] == [4, 4]
     said, saves, supervised = " ".join(capsys.readouterr().out.split()), override != "run.save_interval=0", "sft" in override
