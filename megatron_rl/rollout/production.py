@@ -81,17 +81,19 @@ class Production:
         self._done = [group.id for group in sorted(waiting, key=lambda group: group.moved_at) if group.state == "done"]
         begun = {group.id: min(self._begun.get(group.id, step), group.oldest_version) for group in waiting if group.state != "pending"}
         quotas = self._order.quotas(begun, count=count, per_step=self._per_step, max_staleness=self._max_staleness, step=step)
-        shown = 0
+        lacking, seen, shown = [(needed, set(among)) for needed, among in quotas], 0, 0
         while True:
             self._finished.clear()
             if self._failure is not None:
                 raise self._failure
-            done = set(self._done)
-            ready = count - max(0, count - len(done), *(needed - len(done.intersection(among)) for needed, among in quotas))
+            # Only what is new is looked at: there may be 100,000 groups.
+            new, seen = self._done[seen:], len(self._done)
+            lacking = [(needed - len(among.intersection(new)), among) for needed, among in lacking]
+            ready = count - max(0, count - seen, *(needed for needed, _ in lacking))
             progress.advance(ready - shown)
             shown = ready
             if ready == count:
-                return self._first_done([*quotas, (count, done)])
+                return self._first_done([*quotas, (count, self._done)])
             await self._finished.wait()
 
     def _first_done(self, quotas: Sequence[Quota]) -> list[str]:

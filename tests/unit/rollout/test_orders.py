@@ -2,7 +2,7 @@
 
 import asyncio
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 from manager_parts import PROMPTS_PER_STEP, Client, Engine, assert_young, opened, prompts_of, replace_engines, settings_for, step_of
 
+from megatron_rl.config.order import InOrder
 from megatron_rl.config.settings import Settings
 from megatron_rl.engines import engine_pool
 from megatron_rl.engines.answers import Generation
 from megatron_rl.engines.sampling import Sampling
+from megatron_rl.observe.console import PhaseProgress
 from megatron_rl.rollout import generator, manager
 from megatron_rl.types import Group, Ints, StopReason, TrainBatch
 
@@ -114,6 +116,31 @@ async def run(
             positions[step] = await made.position(step=step)
             found.append(await step_of(made, made_by, step))
         return found, positions | {steps.stop: await made.position(step=steps.stop)}
+
+
+class Counted(list[str]):
+    """Ids that count how often all were looked at."""
+
+    looks = 0
+
+    def __iter__(self) -> Iterator[str]:
+        Counted.looks += 1
+        return super().__iter__()
+
+
+def test_a_group_that_is_done_costs_no_look_at_all_others(
+    make_settings: Callable[..., Settings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(InOrder, "quotas", lambda self, begun, *, count, **_: [(count, Counted(list(begun)[:count]))])
+    progress = PhaseProgress("rollout", total=40, unit="groups")
+
+    async def run() -> None:
+        Client.engine = Unequal(seed=0)
+        async with opened(make_settings(), tmp_path / "buffer.sqlite") as made:
+            await made.generate(40, progress=progress)
+
+    asyncio.run(run())
+    assert Counted.looks == 2 and progress.completed == 40, "before the first and behind the last"
 
 
 @pytest.mark.parametrize("seed", range(6))
