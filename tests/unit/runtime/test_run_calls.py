@@ -232,21 +232,6 @@ def test_a_run_writes_reports_meanwhile_and_prints_samples(
     assert lines.count("    prompt  two and two\\x1b[31m") == lines.count("    answer  five") == 3
 
 
-def test_a_run_measures_engine_time_and_its_overlap(
-    make_run: MakeRun, calls: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def train(self: Ranks, batch: str, *, step: int, expected: Expected | None, rows: Any = ()) -> list[dict[str, Metric]]:
-        Manager.busy_s += 3600.0 if step == 0 else 0.0
-        return []
-
-    monkeypatch.setattr(Manager, "busy_s", 5.0)
-    monkeypatch.setattr(Ranks, "train", train)
-    train_loop(make_run("run.num_steps=2", "run.save_interval=0"), first_step=0)
-    rows = read_metrics(tmp_path / "run" / METRICS_FILE)
-    assert [rows[step]["time/rollout"] for step in (0, 1, 2)] == [5.0, 3600.0, 0.0]
-    assert [rows[step]["rollout/overlap_fraction"] for step in (1, 2)] == [1.0, 0.0]
-
-
 def test_the_parity_that_is_needed_is_the_one_that_was_set(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     def log_probs(self: Ranks, batch: TrainBatch, *, temperature: float) -> Floats:
         return np.full(len(batch.tokens), 1e-3, np.float32)

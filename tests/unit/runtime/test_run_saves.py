@@ -1,4 +1,4 @@
-"""When a run writes checkpoints, what it waits for, and what becomes of one that fails."""
+"""When a run writes checkpoints, what it waits for and measures, and what becomes of one that fails."""
 
 import asyncio
 import os
@@ -12,8 +12,11 @@ import pytest
 from ray.exceptions import RayError
 from run_parts import Calls, Devices, Evaluations, MakeRun, Manager, Ranks, Sync
 
+from megatron_rl.algorithms.rounding_limits import Expected
 from megatron_rl.checkpoints.run_checkpoints import CheckpointWriter, checkpoint_paths
 from megatron_rl.errors import DeadlineError, EngineDiedError, EngineError, UserError
+from megatron_rl.observe.metrics import Metric
+from megatron_rl.observe.sinks import METRICS_FILE, read_metrics
 from megatron_rl.observe.summary import read_summary
 from megatron_rl.runtime import watchdog
 from megatron_rl.runtime.grace import Grace
@@ -309,3 +312,18 @@ def test_a_swap_and_a_weight_sync_are_not_cut_short(make_run: MakeRun, calls: Ca
             with Grace(), pytest.raises(SystemExit):
                 train_loop(run, first_step=0)
         assert calls[-1][0] == {"take": "phase", "run": "publish"}[name], "it was done before the run ended"
+
+
+def test_a_run_measures_engine_time_and_its_overlap(
+    make_run: MakeRun, calls: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(self: Ranks, batch: str, *, step: int, expected: Expected | None, rows: Any = ()) -> list[dict[str, Metric]]:
+        Manager.busy_s += 3600.0 if step == 0 else 0.0
+        return []
+
+    monkeypatch.setattr(Manager, "busy_s", 5.0)
+    monkeypatch.setattr(Ranks, "train", train)
+    train_loop(make_run("run.num_steps=2", "run.save_interval=0"), first_step=0)
+    rows = read_metrics(tmp_path / "run" / METRICS_FILE)
+    assert [rows[step]["time/rollout"] for step in (0, 1, 2)] == [5.0, 3600.0, 0.0]
+    assert [rows[step]["rollout/overlap_fraction"] for step in (1, 2)] == [1.0, 0.0]
