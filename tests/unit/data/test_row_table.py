@@ -18,7 +18,7 @@ import pytest
 from megatron_rl.config.data_settings import DataFiles, DataSettings
 from megatron_rl.config.load import load_settings
 from megatron_rl.data import row_table
-from megatron_rl.data.row_table import Rows, read_rows
+from megatron_rl.data.row_table import Rows, read_first_row, read_rows
 from megatron_rl.data.source import RunPrompts
 from megatron_rl.errors import UserError
 from megatron_rl.rewards import gold
@@ -157,6 +157,22 @@ def test_bad_rows_are_left_out_within_a_limit(prompts: Prompts, tmp_path: Path) 
     (tmp_path / "held.jsonl").write_text(BAD[0])
     with pytest.raises(UserError, match=r"held\.jsonl:1: not a JSON object"):
         prompts([json.dumps(GOOD)], f"eval.sets.own={tmp_path}/held.jsonl", "data.max_bad_rows=9")
+
+
+def test_the_first_row_is_the_first_that_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "0.jsonl").write_text("\n".join(BAD[:2]))
+    (tmp_path / "1.jsonl").write_text(json.dumps(GOOD))
+
+    def first(limit: int, name: str = "*") -> str | list[dict[str, Any]]:
+        files = DataFiles(path=tmp_path / f"{name}.jsonl")
+        return read_first_row(files, settings=DataSettings(train=files.path, max_bad_rows=limit)).prompt
+
+    assert first(2) == "1+1"
+    for limit, words in ((0, r"0\.jsonl:1: not a JSON"), (1, r"2 rows cannot be used, data\.max_bad_rows is 1")):
+        with pytest.raises(UserError, match=words):
+            first(limit)
+    with pytest.raises(UserError, match=r"no rows that can be used, needs at least one; .*0\.jsonl:1: not a JSON object"):
+        first(2, "0")
 
 
 def write_lines(path: Path, *rows: dict[str, Any]) -> Path:
