@@ -78,7 +78,7 @@ OPTIMIZER_BYTES = 12
 RANK_BYTES = int(0.5 * GIB)
 ENGINE_BYTES = int(1.6 * GIB)
 """What a Megatron rank and an SGLang server take on the CPU before any weight, mostly imported code."""
-START_FILES = ("settings.yaml", "run.lock", "buffer.sqlite", "logs", "engine-", ".engine-")
+START_FILES = ("settings.yaml", "run.lock", "buffer.sqlite", "logs", "status.json", ".status.json", "engine-", ".engine-")
 """What a start writes before the first step. A directory with nothing else is that of a start that failed, and may be used again."""
 Checks: TypeAlias = list[Callable[[], list[str] | None]]
 """Each returns notes, if any, and raises UserError for a problem."""

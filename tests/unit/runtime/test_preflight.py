@@ -355,7 +355,7 @@ def test_run_directory(tmp_path: Path) -> None:
     assert "nothing to resume" in check_run_directory(directory, resume=True)[0]
     directory.mkdir()
     assert check_run_directory(directory, resume=False) == []
-    for name in ("settings.yaml", "buffer.sqlite-wal"):
+    for name in ("settings.yaml", "buffer.sqlite-wal", "status.json"):
         (directory / name).write_text("left by a start that failed")
     assert check_run_directory(directory, resume=False) == []
     (directory / "metrics.jsonl").write_text("")

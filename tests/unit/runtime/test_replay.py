@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import shutil
 import sqlite3
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from whole_run_parts import Client, Engines, Ranks
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.recorded import Recorded
 from megatron_rl.errors import UserError
+from megatron_rl.observe.live_state import read_state
 from megatron_rl.observe.metrics import Metric, Sum
 from megatron_rl.runtime import session, start
 from megatron_rl.types import TrainBatch
@@ -57,8 +59,10 @@ def test_a_replay_trains_on_the_batches_of_its_run(
     expected = trained.copy()
     trained.clear()
     again = f"run.directory={tmp_path}/again"
-    # It ends with its record, and its engines are none.
+    # It ends with its record, its engines are none, and its status is that of this process.
     session.train(make_settings(*RECORDED, again, "run.num_steps=5"), resume=False, replay=tmp_path / "run")
+    state = read_state(tmp_path / "again")
+    assert state is not None and state.identity["pid"] == os.getpid()
     assert_equal(trained, expected)
     assert Engines.stopped == 1
     assert "step 1 trains on step 1 of" in capsys.readouterr().out
