@@ -99,7 +99,7 @@ def train(
     print("checking settings, model and data ...", flush=True)
     for decision in decisions:
         print(f"decided: {decision.path}={decision.value} ({decision.reason})", flush=True)
-    for note in preflight(settings, resume=resume, probe=False):
+    for note in preflight(settings, resume=resume, probe=False, generates=replay is None):
         print(f"megatron-rl: note: {note}", file=sys.stderr)
     _session(settings.runtime).train(settings, resume=resume, weights_only=weights_only, replay=replay)
 

@@ -430,6 +430,15 @@ def test_memory_is_added_up(words: list[str]) -> None:
     assert f"at least {needed:.1f} GiB" in check(with_reference, teacher_parameters=GIB // 2, available=int((needed - 0.1) * GIB))[0]
 
 
+def test_a_replay_needs_no_engines(check: Callable[..., list[str]], words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "available_memory_bytes", lambda: GIB)
+    (note,) = check()
+    assert "1 rank and 1 engine take at least" in note
+    assert check(generates=False) == []
+    needs = find_target(load_settings(None, words), config_only=False, generates=False).needs
+    assert (needs.num_ranks, needs.num_engines) == (1, 0)
+
+
 def test_plan_says_what_would_be_launched(words: list[str]) -> None:
     settings = load_settings(None, [*words, "training.topology={num_ranks: 2, tp: 2}", "rollout.sglang.mem_fraction_static=0.5"])
     sizes, processes, places, backends = launch_plan(settings, find_target(settings, config_only=False)).values()
