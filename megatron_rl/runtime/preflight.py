@@ -21,6 +21,7 @@ from megatron_rl.algorithms.objective import Objective
 from megatron_rl.algorithms.plug_in import PlugInAdvantage, PlugInLoss
 from megatron_rl.config.checks import gpu_contradictions, setting_notes
 from megatron_rl.config.data_settings import DataSettings
+from megatron_rl.config.derived import reward_workers
 from megatron_rl.config.eval_sets import EvalSettings
 from megatron_rl.config.messages import joined_error
 from megatron_rl.config.settings import (
@@ -90,8 +91,7 @@ def preflight(settings: Settings, *, resume: bool = False, probe: bool = True, g
     Checked are model, layout, upstream fields, reward function, data, run directory and resources.
     With `probe` False the data files and the reward function are only found: no file is read and
     the function is not called. This is for a caller that does both anyway before any expensive
-    start. A replay does not generate: no engine needs a place or memory. Raises UserError with one
-    line for every problem found.
+    start. A replay does not generate. Raises UserError with one line for every problem found.
     """
     run, model, data, runtime = settings.run, settings.model, settings.data, settings.runtime
     if runtime.cluster.gpu is not None and runtime.ray_address is None and local_device().kind == "cpu":
@@ -261,7 +261,7 @@ def _check_rows(data: DataSettings, evaluation: EvalSettings, model: Path, rewar
     tried = [] if reward is None or reward.function is None else [(reward, prompts.probes)]
     tried += [(one.reward.of(reward), prompts.held_out[name][:1]) for name, one in evaluation.sets.items() if reward and one.reward]
     for settings, probes in tried:
-        with RewardRunner(settings) as runner:
+        with RewardRunner(settings, num_workers=reward_workers()) as runner:
             for prompt in probes:
                 runner.probe(prompt)
             if settings is reward:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from megatron_rl.checkpoints.hugging_face import save_hf
 from megatron_rl.checkpoints.manifest import entry_of
 from megatron_rl.cli import main
+from megatron_rl.config.derived import reward_workers
 from megatron_rl.config.load import load_settings
 from megatron_rl.config.settings import RewardSettings, RuntimeSettings, Settings
 from megatron_rl.convert.conversion import Options, convert
@@ -93,7 +94,8 @@ def open_workers() -> Iterator[Callable[[RewardSettings], AbstractContextManager
     with ExitStack() as stack:
         opened: dict[str, RewardRunner] = {}
 
-        def runner(settings: RewardSettings) -> AbstractContextManager[RewardRunner]:
+        def runner(settings: RewardSettings, *, num_workers: int) -> AbstractContextManager[RewardRunner]:
+            assert num_workers == reward_workers(), "labels of many rows are scored"
             key = settings.model_dump_json()
             if key not in opened:
                 opened[key] = stack.enter_context(RewardRunner(settings))
