@@ -22,8 +22,10 @@ from megatron_rl.data.row_table import Rows, read_first_row, read_rows
 from megatron_rl.data.source import RunPrompts
 from megatron_rl.errors import UserError
 from megatron_rl.rewards import gold
-from megatron_rl.rewards.gold import check_gold
+from megatron_rl.rewards.gold import Score, check_gold
 from megatron_rl.rewards.math import score as math_score
+from megatron_rl.rewards.runner import _killed
+from megatron_rl.rewards.worker import late
 from megatron_rl.types import Reward, RewardOutcome, Sample
 
 
@@ -192,9 +194,9 @@ async def scored(sample: Sample) -> Reward:
     return Reward(RewardOutcome.SCORED, float(found["reward"]))
 
 
-def try_labels(found: RunPrompts, *words: str) -> None:
+def try_labels(found: RunPrompts, *words: str, score: Score = scored) -> None:
     settings = load_settings(None, ["run.directory=r", "model.path=m", "data.train=t", *words])
-    asyncio.run(check_gold(found, settings.reward, score=scored, sets=settings.eval.sets))
+    asyncio.run(check_gold(found, settings.reward, score=score, sets=settings.eval.sets))
 
 
 def test_labels_that_math_cannot_score_are_bad_rows(prompts: Prompts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,9 +215,41 @@ def test_labels_that_math_cannot_score_are_bad_rows(prompts: Prompts, tmp_path: 
     assert [prompt.label for prompt in found.source.next_prompts(6)] == ["12", "\\frac{1}{2}", "$3$", "(1, 2)", None, "12"]
     assert len(found.source.lengths) == len(found.source.known) == 5 and len(found.source.bad.reasons) == 1
     held = f"eval.sets.own={write_lines(tmp_path / 'held.jsonl', {'prompt': '1', 'label': ' '})}"
-    with pytest.raises(UserError, match=r"eval\.sets\.own: own-0: the label ' '"):
+    with pytest.raises(UserError, match=r"eval\.sets\.own: own-0: the label ' ' .*; correct it, or set reward\.check_labels=false$"):
         try_labels(prompts(good, held, "data.max_bad_rows=9"), held)
     # An answer that is read, but has no reward, is none either.
     monkeypatch.setattr(gold, "right_response", lambda *_: "\\boxed{7}")
     with pytest.raises(UserError, match=r"rows\.jsonl:1: the label '12' .* has the reward 0\.0"):
         try_labels(prompts(good))
+
+
+class Slow:
+    """A reward function whose first `num_lost` calls for the label 2 have no answer, with the calls for it."""
+
+    def __init__(self, num_lost: int, lost: Reward) -> None:
+        self.num_calls, self.num_lost, self.lost = 0, num_lost, lost
+
+    async def __call__(self, sample: Sample) -> Reward:
+        if sample.prompt.label == "2":
+            self.num_calls += 1
+            if self.num_calls <= self.num_lost:
+                return self.lost
+        return await scored(sample)
+
+
+LOST = [
+    Reward(RewardOutcome.TIMEOUT, message=late(5)),
+    Reward(RewardOutcome.ERROR, message="the worker process ended during the call (exit status -9)"),
+    _killed(3),
+]
+
+
+@pytest.mark.parametrize("lost", LOST, ids=["late", "died", "killed"])
+def test_a_label_without_an_answer_is_no_bad_row(prompts: Prompts, lost: Reward) -> None:
+    lines = [json.dumps({"prompt": label, "label": label}) for label in "123"]
+    slow = Slow(1, lost)
+    found = prompts(lines, "data.max_bad_rows=3")
+    try_labels(found, score=slow)
+    assert slow.num_calls == 2 and not found.source.bad.reasons
+    with pytest.raises(UserError, match=r":2: the label '2' has no reward in two calls.* raise reward\.timeout_s"):
+        try_labels(prompts(lines, "data.max_bad_rows=3"), score=Slow(2, lost))
