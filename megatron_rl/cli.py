@@ -99,7 +99,7 @@ def train(
     print("checking settings, model and data ...", flush=True)
     for decision in decisions:
         print(f"decided: {decision.path}={decision.value} ({decision.reason})", flush=True)
-    for note in preflight(settings, resume=resume, probe=False):
+    for note in preflight(settings, resume=resume, probe=False, generates=replay is None):
         print(f"megatron-rl: note: {note}", file=sys.stderr)
     _session(settings.runtime).train(settings, resume=resume, weights_only=weights_only, replay=replay)
 
@@ -170,7 +170,11 @@ def rollout(words: tuple[str, ...], out: Path, count: int | None, tokens: bool) 
     # The samples are in this directory until they are all there.
     unfinished = out.with_name(f"{out.name}.partial")
     own = (f"run.directory={format_value(str(unfinished))}", "eval.sets={}", *GENERATED)
-    settings, _ = _settings((*words, *own), reward=None, ray_address=None)
+    given, _ = _settings((*words, *own), reward=None, ray_address=None)
+    if given.supervised:
+        raise UserError(f"objective.policy_loss is {given.objective.policy_loss.kind}, which takes no samples of engines; set another one")
+    # The run's own number of engines, which have the devices alone.
+    settings = with_values(given, {"runtime.colocate": False})
     with opened(_session(settings.runtime).generate(settings, count=count or settings.data.prompts_per_step)) as recorded:
         print_statistics(recorded)
         write_samples(recorded, out, step=None, group=None, tokens=tokens)

@@ -83,7 +83,8 @@ class FileRows:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from `state()`. Raises UserError for other files, rows, weights, seed or data.shuffle."""
-        names = {"digest": "content of data.train", "num_rows": "number of rows of data.train within data.max_prompt_tokens"}
+        num_rows = "number of rows of data.train that data.max_prompt_tokens, data.max_bad_rows and reward.check_labels leave"
+        names = {"digest": "content of data.train", "num_rows": num_rows}
         _check_same(state, self.state(), names | {"seed": "run.seed", "shuffle": "data.shuffle"})
         self._taken = list(state["taken"])
 

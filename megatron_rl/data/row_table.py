@@ -220,11 +220,18 @@ def read_rows(files: DataFiles, *, settings: DataSettings, need_response: bool =
 
 
 def read_first_row(files: DataFiles, *, settings: DataSettings) -> Row:
-    """Read and check the first row of the first file as `read_rows` does, and no other."""
-    (file,) = _open(data_paths(files.path)[:1])
-    for number, _, content in file.scan():
-        return _checked(file, number, content, partial(check_row, settings=settings, need_response=False))
-    raise UserError(f"data file {file.path} has no rows, needs at least one")
+    """Read and check the first row that `read_rows` keeps, and none behind it. Raises UserError as it does."""
+    bad, check = BadRows(settings.max_bad_rows), partial(check_row, settings=settings, need_response=False)
+    for path in data_paths(files.path):
+        (file,) = _open([path])
+        for number, _, content in file.scan():
+            try:
+                return _checked(file, number, content, check)
+            except UserError as error:
+                bad.add(error)
+    raise UserError(
+        f"data file {files.path} has no rows that can be used, needs at least one{''.join(f'; {why}' for why in bad.reasons[:1])}"
+    )
 
 
 def _checked(file: Any, number: int, content: Any, check: Callable[..., Row]) -> Row:

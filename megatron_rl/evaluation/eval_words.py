@@ -14,14 +14,11 @@ from megatron_rl.errors import UserError
 from megatron_rl.evaluation.evaluator import EVALUATION_DIRECTORY, SetResult
 
 _SETTINGS_FILES = (".yaml", ".yml")
-GENERATED = (
-    *("objective={}", "training={}", "model.teacher=null", "rollout.max_staleness=0", "rollout.order={kind: in_order}", "weights={}"),
-    "runtime.colocate=false",
-)
-"""Settings of training, which generation alone does not read and whose contradictions are none of it."""
+GENERATED = ("rollout.max_staleness=0", "rollout.order={kind: in_order}", "weights={}")
+"""Settings of later steps, which generation alone does not read. Those of objective and training choose and bound samples."""
 UNTRAINED = (
     *("data.train=unused", "data.source=null", "data.args={}", "data.samples_per_prompt=8", *GENERATED, "run={directory: unused}"),
-    "rollout.sampling.entropy=null",
+    *("objective={}", "training={}", "model.teacher=null", "runtime.colocate=false", "rollout.sampling.entropy=null"),
 )
 """Those that an evaluation does not read."""
 

@@ -11,6 +11,7 @@ from megatron_rl.data.source import RunPrompts
 from megatron_rl.errors import UserError
 from megatron_rl.plugins.kinds import BUILT_IN_REWARDS
 from megatron_rl.rewards.mixture import Part, chosen_part
+from megatron_rl.rewards.runner import was_lost
 from megatron_rl.types import Prompt, Reward, RewardOutcome, Sample
 
 _STATING = frozenset(BUILT_IN_REWARDS[name] for name in ("math", "exact", "choice", "reasoning_gym"))
@@ -24,17 +25,20 @@ async def check_gold(prompts: RunPrompts, reward: RewardSettings, *, score: Scor
     """Score the labels of the rows to train on, and of held-out ones, as responses to their prompts.
 
     Those of `sets` with a function of their own are not tried. A row whose label
-    is not scored is left out by `data.max_bad_rows`. Raises UserError beyond, and for held-out rows.
+    is not scored is left out by `data.max_bad_rows`. Raises UserError beyond, for held-out rows, and
+    for a label without an answer in two calls.
     """
     path = BUILT_IN_REWARDS.get(reward.function or "", reward.function)
     if path not in (*_STATING, BUILT_IN_REWARDS["by_row"]) or not reward.check_labels:
         return
     if prompts.trains:
-        prompts.source.leave_out(await _unscored(prompts.source.labelled(), score, reward))
+        reasons = await _unscored(prompts.source.labelled(), score, reward)
+        cure = "; correct it, raise data.max_bad_rows, or set reward.check_labels=false"
+        prompts.source.leave_out([reason and reason + cure for reason in reasons])
     for name, held_out in prompts.held_out.items():
         found = [] if sets[name].reward else await _unscored((one for one in held_out if one.label is not None), score, reward)
         if reason := next((reason for reason in found if reason is not None), None):
-            raise UserError(f"eval.sets.{name}: {reason}")
+            raise UserError(f"eval.sets.{name}: {reason}; correct it, or set reward.check_labels=false")
 
 
 async def _unscored(prompts: Iterable[Prompt], score: Score, reward: RewardSettings) -> list[str | None]:
@@ -44,6 +48,10 @@ async def _unscored(prompts: Iterable[Prompt], score: Score, reward: RewardSetti
         new = {key: prompt for key, prompt in part if key not in tried}
         rewards = await asyncio.gather(*(_reward_of_label(prompt, score, reward) for prompt in new.values()))
         tried |= zip(new, rewards, strict=True)
+        for key in [key for key, one in zip(new, rewards, strict=True) if one is not None and was_lost(one)]:
+            # Alone: a moment in which the machine is slow is no fault of a label.
+            tried[key] = await _reward_of_label(new[key], score, reward)
+            _check_answered(new[key], tried[key])
         reasons += [_reason(prompt, tried[key]) for key, prompt in part]
     return reasons
 
@@ -56,12 +64,19 @@ async def _reward_of_label(prompt: Prompt, score: Score, reward: RewardSettings)
     return None if response is None else await score(Sample.written(prompt, text=response))
 
 
+def _check_answered(prompt: Prompt, reward: Reward | None) -> None:
+    if reward is not None and was_lost(reward):
+        raise UserError(
+            f"{prompt.id}: the label {prompt.label!r:.80} has no reward in two calls, the second alone ({reward.message}), so that nobody "
+            "knows if it is right; raise reward.timeout_s, end what keeps the machine busy, or set reward.check_labels=false"
+        )
+
+
 def _reason(prompt: Prompt, reward: Reward | None) -> str | None:
     if reward is None or (reward.value is not None and reward.value > 0):
         return None
     got = reward.message.strip().partition("\n")[0] or f"a response with this answer has the reward {reward.value}"
-    fix = "correct it, raise data.max_bad_rows, or set reward.check_labels=false"
-    return f"{prompt.id}: the label {prompt.label!r:.80} cannot be scored ({got}); {fix}"
+    return f"{prompt.id}: the label {prompt.label!r:.80} cannot be scored ({got})"
 
 
 def right_response(prompt: Prompt, function: str | None, args: Mapping[str, Any]) -> str | None:

@@ -35,6 +35,10 @@ MAX_CALLS = 64  # calls that a worker is given at once, however fast they are
 ASYNC_END_S = 5.0  # from the deadline of async calls to the end of a worker whose event loop is blocked
 
 
+_LOST = ("the worker process ended", "the reward workers were killed")
+"""The begins of messages of calls whose workers are gone."""
+
+
 class RewardRunner(AbstractContextManager["RewardRunner", None]):
     """Worker processes that call `reward.function`; use as a context manager, or call `close`.
 
@@ -200,7 +204,7 @@ class RewardRunner(AbstractContextManager["RewardRunner", None]):
         except FutureTimeout:
             return [Reward(outcome=RewardOutcome.TIMEOUT, message=late(self._settings.timeout_s))]
         except ProcessExpired as error:
-            message = f"the worker process ended during the call (exit status {error.exitcode})"
+            message = f"{_LOST[0]} during the call (exit status {error.exitcode})"
             return [Reward(outcome=RewardOutcome.ERROR, message=message)]
         except BrokenProcessPool:
             return None
@@ -220,7 +224,10 @@ def scores_of_sets(
     return scores
 
 
+def was_lost(reward: Reward) -> bool:
+    """Return True for a call that timed out, or whose worker died: the next one may have a reward."""
+    return reward.outcome is RewardOutcome.TIMEOUT or reward.message.startswith(_LOST)
+
+
 def _killed(num_attempts: int) -> Reward:
-    return Reward(
-        outcome=RewardOutcome.ERROR, message=f"the reward workers were killed before this call was at work, in {num_attempts} attempts"
-    )
+    return Reward(outcome=RewardOutcome.ERROR, message=f"{_LOST[1]} before this call was at work, in {num_attempts} attempts")

@@ -88,19 +88,15 @@ def load_filter(settings: FilterSettings | None) -> GroupFilter:
     return checked
 
 
-def check_versions(groups: Sequence[Group], *, step: int, oldest_version: int, rollout: str) -> None:
-    """Raise UserError for a token by weights outside of `oldest_version` to `step`.
-
-    Groups are begun late enough for engine tokens, so `rollout` kept one from an earlier call.
-    """
+def check_versions(groups: Sequence[Group], *, step: int, oldest_version: int, cure: str) -> None:
+    """Raise UserError, which ends with `cure`, for a token by weights outside of `oldest_version` to `step`."""
     for group in groups:
         for sample in group.samples:
             made = sample.weight_versions[sample.weight_versions >= 0]
             if len(made) and not oldest_version <= made.min() <= made.max() <= step:
                 raise UserError(
                     f"step {step + 1}: sample {sample.index} of prompt {group.id} has tokens of weight versions {made.min()} to "
-                    f"{made.max()}, needs {oldest_version} to {step} (rollout.max_staleness {step - oldest_version}), as engines serve; "
-                    f"{rollout} has to ask the engine anew for each prompt, keep no Generation and take weight_versions as they are"
+                    f"{made.max()}, needs {oldest_version} to {step} (rollout.max_staleness {step - oldest_version}); {cure}"
                 )
 
 

@@ -381,7 +381,9 @@ class RolloutManager:
         # In a thread: a filter may be slow, and engines must continue meanwhile.
         chosen = await asyncio.to_thread(lambda: [self._choice.choose(group) for group in groups])
         self._buffer.consume({each.group.id: each.rejection for each in chosen}, step=step + 1)
-        check_versions(groups, step=step, oldest_version=0 if order.partial else oldest, rollout=self._maker.name)
+        # Groups are begun late enough for tokens of engines, so the rollout kept one from an earlier call.
+        cure = f"{self._maker.name} has to ask the engine anew for each prompt, keep no Generation and take weight_versions as they are"
+        check_versions(groups, step=step, oldest_version=0 if order.partial else oldest, cure=cure)
         for group in groups:
             self._identical.add(group)
         self._identical.check(step=step, rollout=self._maker.name)

@@ -21,6 +21,7 @@ from megatron_rl.algorithms.objective import Objective
 from megatron_rl.algorithms.plug_in import PlugInAdvantage, PlugInLoss
 from megatron_rl.config.checks import gpu_contradictions, setting_notes
 from megatron_rl.config.data_settings import DataSettings
+from megatron_rl.config.derived import reward_workers
 from megatron_rl.config.eval_sets import EvalSettings
 from megatron_rl.config.messages import joined_error
 from megatron_rl.config.settings import (
@@ -84,13 +85,13 @@ Checks: TypeAlias = list[Callable[[], list[str] | None]]
 """Each returns notes, if any, and raises UserError for a problem."""
 
 
-def preflight(settings: Settings, *, resume: bool = False, probe: bool = True) -> list[str]:
+def preflight(settings: Settings, *, resume: bool = False, probe: bool = True, generates: bool = True) -> list[str]:
     """Check the run before the start, and return notes.
 
     Checked are model, layout, upstream fields, reward function, data, run directory and resources.
     With `probe` False the data files and the reward function are only found: no file is read and
     the function is not called. This is for a caller that does both anyway before any expensive
-    start. Raises UserError with one line for every problem found.
+    start. A replay does not generate. Raises UserError with one line for every problem found.
     """
     run, model, data, runtime = settings.run, settings.model, settings.data, settings.runtime
     if runtime.cluster.gpu is not None and runtime.ray_address is None and local_device().kind == "cpu":
@@ -98,7 +99,7 @@ def preflight(settings: Settings, *, resume: bool = False, probe: bool = True) -
     checks: Checks = [
         partial(check_run_directory, run.directory, resume=resume),
         *(resumption_checks(run, model.path, has_buffer=not settings.supervised) if resume else []),
-        *_config_checks(settings, find_target(settings, config_only=False)),
+        *_config_checks(settings, find_target(settings, config_only=False, generates=generates)),
         partial(_check_weights, model.path),
         partial(_check_teacher, model),
         partial(check_installed, settings.observe),
@@ -116,7 +117,7 @@ def preflight(settings: Settings, *, resume: bool = False, probe: bool = True) -
         checks += [] if settings.supervised else [partial(_check_reward, settings.reward)]
     checks.append(partial(_check_disk, run, model.path, has_critic=settings.objective.has_critic))
     if runtime.ray_address is None and local_device().kind == "cpu":
-        engines = 0 if settings.supervised else settings.rollout.num_engines
+        engines = 0 if settings.supervised or not generates else settings.rollout.num_engines
         checks.append(partial(_check_cpu_memory, model, settings.training, settings.objective, num_engines=engines))
     if runtime.ray_address is not None and not probe:
         checks.append(partial(check_answers, runtime.ray_address))
@@ -260,7 +261,7 @@ def _check_rows(data: DataSettings, evaluation: EvalSettings, model: Path, rewar
     tried = [] if reward is None or reward.function is None else [(reward, prompts.probes)]
     tried += [(one.reward.of(reward), prompts.held_out[name][:1]) for name, one in evaluation.sets.items() if reward and one.reward]
     for settings, probes in tried:
-        with RewardRunner(settings) as runner:
+        with RewardRunner(settings, num_workers=reward_workers()) as runner:
             for prompt in probes:
                 runner.probe(prompt)
             if settings is reward:

@@ -18,7 +18,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.observe.console import PhaseProgress
 from megatron_rl.observe.group_metrics import rollout_metrics
 from megatron_rl.observe.metrics import Metric
-from megatron_rl.rollout.group_choice import FAILED
+from megatron_rl.rollout.group_choice import FAILED, check_versions
 from megatron_rl.rollout.sample_checks import without_stale_tokens
 from megatron_rl.runtime.run import Run
 from megatron_rl.runtime.run_records import RunRecords
@@ -47,11 +47,15 @@ class ReplayRun(Run):
 
     def _make_batch(self, step: int, *, progress: PhaseProgress) -> tuple[TrainBatch, dict[str, Metric]]:
         number, rollout = step + 1 + self._before, self._settings.rollout
+        oldest = number - 1 - rollout.max_staleness
         # What was trained so far is saved where the record has a fault.
         self._ranks_are_idle = True
         groups, rejections = self._recorded.batch_groups(number, records=self._needs_records)
         if rollout.order.partial:
-            groups = [without_stale_tokens(group, oldest_version=number - 1 - rollout.max_staleness) for group in groups]
+            groups = [without_stale_tokens(group, oldest_version=oldest) for group in groups]
+        else:
+            cure = f"they are from {self._recorded.path}; set rollout.max_staleness and rollout.order to what they were"
+            check_versions(groups, step=number - 1, oldest_version=oldest, cure=cure)
         chosen = list(zip(groups, rejections, strict=True))
         made = [group for group, rejection in chosen if not (rejection or "").startswith(FAILED)]
         kept = [group for group, rejection in chosen if rejection is None]
@@ -95,13 +99,12 @@ def open_record(replay: Path, settings: Settings, *, resume: bool, note: Callabl
         )
     sampling = {f"rollout.sampling.{name}": value for name, value in settings.rollout.sampling.model_dump(mode="json").items()}
     for (made_by,) in recorded.read("SELECT DISTINCT made_by FROM groups WHERE made_by IS NOT NULL AND consumed_step IS NOT NULL"):
-        then = {name: value for name, value in json.loads(made_by).items() if name in _DISTRIBUTION}
-        now = {name: value for name, value in sampling.items() if name in _DISTRIBUTION}
+        then, now = ({name: one.get(name) for name in _DISTRIBUTION} for one in (json.loads(made_by), sampling))
         if then != now:
             raise UserError(f"{recorded.path} cannot be trained on: {difference(json.dumps(then), json.dumps(now))}; set what it was")
     note(f"step {done + 1} trains on step {done + 1 + before} of {recorded.path}, whose record ends with step {steps[-1]}")
     return recorded, before
 
 
-_DISTRIBUTION = tuple(f"rollout.sampling.{name}" for name in ("temperature", "top_p", "top_k", "min_p"))
+_DISTRIBUTION = tuple(f"rollout.sampling.{name}" for name in ("temperature", "top_p", "top_k", "min_p", "entropy"))
 """Settings of the distribution whose log-probs are trained."""

@@ -172,6 +172,8 @@ class RunStart:
         """Do as `supervised` with the batches that the run at `replay` recorded."""
         settings = self._settings
         self._claim_directory()
+        self._begin_stacks()
+        self._open_status()
         recorded, before = open_record(replay, settings, resume=resume, note=self.report.note)
         self.life.enter_context(recorded)
         ranks = self.ranks = TrainerGroup(settings, reservation=self.reserve(generates=False), watchdog=self.watchdog)

@@ -47,20 +47,20 @@ class Target:
         return None if self.nodes is None else place(self.needs, nodes=self.nodes)
 
 
-def find_target(settings: Settings, *, config_only: bool) -> Target:
-    """Return the target of a run of these settings, here, or with `config_only` elsewhere.
+def find_target(settings: Settings, *, config_only: bool, generates: bool = True) -> Target:
+    """Return the target of a run of these settings, here, or with `config_only` elsewhere; one that `generates` has engines.
 
     Raises UserError for an unknown GPU type and for an engine larger than a node.
     """
     cluster, ray_address = settings.runtime.cluster, settings.runtime.ray_address
     if cluster.gpu is not None and (config_only or ray_address is not None):
-        kind, needs = find_gpu(cluster.gpu), Needs.of(settings, device_kind="cuda")
+        kind, needs = find_gpu(cluster.gpu), Needs.of(settings, device_kind="cuda", generates=generates)
         slots = cluster.gpus_per_node or kind.per_node
         described = (slots,) * (cluster.num_nodes or nodes_needed(needs, slots_per_node=slots))
         device = Device("cuda", torch.device("cuda", 0), "nccl")
         return Target(device=device, capability=kind.capability, here=False, needs=needs, nodes=described)
     device = local_device()
-    needs = Needs.of(settings, device_kind=device.kind)
+    needs = Needs.of(settings, device_kind=device.kind, generates=generates)
     nodes: tuple[int, ...] | None = None
     if ray_address is None:
         # A CPU is shared where there are too few: slower, but right.

@@ -457,6 +457,14 @@ def test_weights_only_needs_a_resume(capsys: pytest.CaptureFixture[str]) -> None
     assert "--weights-only was given without --resume" in capsys.readouterr().err
 
 
+def test_a_replay_is_checked_as_one_without_engines(
+    calls: list[tuple[str, Any]], config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_rl.cli.opened", lambda path: SimpleNamespace(close=lambda: None))
+    assert main(["train", config, "--replay", str(tmp_path)]) == 0 and main(["train", config]) == 0
+    assert [asked["generates"] for name, (_, asked) in calls if name == "preflight"] == [False, True]
+
+
 def test_a_replay_needs_a_record_of_samples(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", config, "--replay", "runs/x", "objective.policy_loss=sft"]) == 2
     assert "--replay is runs/x, but supervised training takes no samples" in capsys.readouterr().err

@@ -18,12 +18,14 @@ import pytest
 from megatron_rl.config.data_settings import DataFiles, DataSettings
 from megatron_rl.config.load import load_settings
 from megatron_rl.data import row_table
-from megatron_rl.data.row_table import Rows, read_rows
+from megatron_rl.data.row_table import Rows, read_first_row, read_rows
 from megatron_rl.data.source import RunPrompts
 from megatron_rl.errors import UserError
 from megatron_rl.rewards import gold
-from megatron_rl.rewards.gold import check_gold
+from megatron_rl.rewards.gold import Score, check_gold
 from megatron_rl.rewards.math import score as math_score
+from megatron_rl.rewards.runner import _killed
+from megatron_rl.rewards.worker import late
 from megatron_rl.types import Reward, RewardOutcome, Sample
 
 
@@ -159,6 +161,22 @@ def test_bad_rows_are_left_out_within_a_limit(prompts: Prompts, tmp_path: Path) 
         prompts([json.dumps(GOOD)], f"eval.sets.own={tmp_path}/held.jsonl", "data.max_bad_rows=9")
 
 
+def test_the_first_row_is_the_first_that_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "0.jsonl").write_text("\n".join(BAD[:2]))
+    (tmp_path / "1.jsonl").write_text(json.dumps(GOOD))
+
+    def first(limit: int, name: str = "*") -> str | list[dict[str, Any]]:
+        files = DataFiles(path=tmp_path / f"{name}.jsonl")
+        return read_first_row(files, settings=DataSettings(train=files.path, max_bad_rows=limit)).prompt
+
+    assert first(2) == "1+1"
+    for limit, words in ((0, r"0\.jsonl:1: not a JSON"), (1, r"2 rows cannot be used, data\.max_bad_rows is 1")):
+        with pytest.raises(UserError, match=words):
+            first(limit)
+    with pytest.raises(UserError, match=r"no rows that can be used, needs at least one; .*0\.jsonl:1: not a JSON object"):
+        first(2, "0")
+
+
 def write_lines(path: Path, *rows: dict[str, Any]) -> Path:
     path.write_text("\n".join(map(json.dumps, rows)))
     return path
@@ -176,9 +194,9 @@ async def scored(sample: Sample) -> Reward:
     return Reward(RewardOutcome.SCORED, float(found["reward"]))
 
 
-def try_labels(found: RunPrompts, *words: str) -> None:
+def try_labels(found: RunPrompts, *words: str, score: Score = scored) -> None:
     settings = load_settings(None, ["run.directory=r", "model.path=m", "data.train=t", *words])
-    asyncio.run(check_gold(found, settings.reward, score=scored, sets=settings.eval.sets))
+    asyncio.run(check_gold(found, settings.reward, score=score, sets=settings.eval.sets))
 
 
 def test_labels_that_math_cannot_score_are_bad_rows(prompts: Prompts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,9 +215,41 @@ def test_labels_that_math_cannot_score_are_bad_rows(prompts: Prompts, tmp_path: 
     assert [prompt.label for prompt in found.source.next_prompts(6)] == ["12", "\\frac{1}{2}", "$3$", "(1, 2)", None, "12"]
     assert len(found.source.lengths) == len(found.source.known) == 5 and len(found.source.bad.reasons) == 1
     held = f"eval.sets.own={write_lines(tmp_path / 'held.jsonl', {'prompt': '1', 'label': ' '})}"
-    with pytest.raises(UserError, match=r"eval\.sets\.own: own-0: the label ' '"):
+    with pytest.raises(UserError, match=r"eval\.sets\.own: own-0: the label ' ' .*; correct it, or set reward\.check_labels=false$"):
         try_labels(prompts(good, held, "data.max_bad_rows=9"), held)
     # An answer that is read, but has no reward, is none either.
     monkeypatch.setattr(gold, "right_response", lambda *_: "\\boxed{7}")
     with pytest.raises(UserError, match=r"rows\.jsonl:1: the label '12' .* has the reward 0\.0"):
         try_labels(prompts(good))
+
+
+class Slow:
+    """A reward function whose first `num_lost` calls for the label 2 have no answer, with the calls for it."""
+
+    def __init__(self, num_lost: int, lost: Reward) -> None:
+        self.num_calls, self.num_lost, self.lost = 0, num_lost, lost
+
+    async def __call__(self, sample: Sample) -> Reward:
+        if sample.prompt.label == "2":
+            self.num_calls += 1
+            if self.num_calls <= self.num_lost:
+                return self.lost
+        return await scored(sample)
+
+
+LOST = [
+    Reward(RewardOutcome.TIMEOUT, message=late(5)),
+    Reward(RewardOutcome.ERROR, message="the worker process ended during the call (exit status -9)"),
+    _killed(3),
+]
+
+
+@pytest.mark.parametrize("lost", LOST, ids=["late", "died", "killed"])
+def test_a_label_without_an_answer_is_no_bad_row(prompts: Prompts, lost: Reward) -> None:
+    lines = [json.dumps({"prompt": label, "label": label}) for label in "123"]
+    slow = Slow(1, lost)
+    found = prompts(lines, "data.max_bad_rows=3")
+    try_labels(found, score=slow)
+    assert slow.num_calls == 2 and not found.source.bad.reasons
+    with pytest.raises(UserError, match=r":2: the label '2' has no reward in two calls.* raise reward\.timeout_s"):
+        try_labels(prompts(lines, "data.max_bad_rows=3"), score=Slow(2, lost))

@@ -12,7 +12,7 @@ import pytest
 from pebble import ProcessFuture, ProcessPool
 
 from megatron_rl.config.settings import RewardSettings
-from megatron_rl.rewards.runner import RewardRunner
+from megatron_rl.rewards.runner import RewardRunner, was_lost
 from megatron_rl.types import Prompt, Reward, RewardOutcome, Sample
 
 SETTINGS = RewardSettings(function="no_such_module:score")
@@ -30,6 +30,7 @@ def test_workers_that_are_always_killed_end_in_errors(monkeypatch: pytest.Monkey
         reward = asyncio.run(runner.score(Sample.written(PROMPT, text="")))
     assert reward.outcome is RewardOutcome.ERROR
     assert reward.message == "the reward workers were killed before this call was at work, in 3 attempts"
+    assert was_lost(reward)
 
 
 def test_what_a_killed_driver_leaves_is_removed_without_a_word() -> None:

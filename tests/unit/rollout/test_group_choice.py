@@ -75,17 +75,16 @@ def test_trajectories_are_compared_and_not_their_samples() -> None:
 
 @pytest.mark.parametrize("versions", [[2, 2, 2], [1, 2, -1], [-1, -1, -1], [1, 1, 1]])
 def test_tokens_of_the_weights_that_were_served_are_taken(versions: list[int]) -> None:
-    check_versions([made_by(versions)], step=2, oldest_version=1, rollout="rollout.function a:b")
+    check_versions([made_by(versions)], step=2, oldest_version=1, cure="mend it")
 
 
 @pytest.mark.parametrize("versions", [[0, 2, 2], [2, 2, 0], [0, 0, 0], [2, 3, 2]])
 def test_a_token_of_other_weights_is_one_sentence(versions: list[int]) -> None:
     message = (
-        f"step 3: sample 0 of prompt p has tokens of weight versions {min(versions)} to {max(versions)}, needs 1 to 2 .*staleness 1.*"
-        "rollout.function a:b has to ask the engine anew"
+        f"step 3: sample 0 of prompt p has tokens of weight versions {min(versions)} to {max(versions)}, needs 1 to 2 .*ness 1.; mend it"
     )
     with pytest.raises(UserError, match=message):
-        check_versions([made_by(versions)], step=2, oldest_version=1, rollout="rollout.function a:b")
+        check_versions([made_by(versions)], step=2, oldest_version=1, cure="mend it")
 
 
 def made_by(versions: list[int]) -> Group:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from megatron_rl.checkpoints.hugging_face import save_hf
 from megatron_rl.checkpoints.manifest import entry_of
 from megatron_rl.cli import main
+from megatron_rl.config.derived import reward_workers
 from megatron_rl.config.load import load_settings
 from megatron_rl.config.settings import RewardSettings, RuntimeSettings, Settings
 from megatron_rl.convert.conversion import Options, convert
@@ -93,7 +94,8 @@ def open_workers() -> Iterator[Callable[[RewardSettings], AbstractContextManager
     with ExitStack() as stack:
         opened: dict[str, RewardRunner] = {}
 
-        def runner(settings: RewardSettings) -> AbstractContextManager[RewardRunner]:
+        def runner(settings: RewardSettings, *, num_workers: int) -> AbstractContextManager[RewardRunner]:
+            assert num_workers == reward_workers(), "labels of many rows are scored"
             key = settings.model_dump_json()
             if key not in opened:
                 opened[key] = stack.enter_context(RewardRunner(settings))
@@ -428,6 +430,15 @@ def test_memory_is_added_up(words: list[str]) -> None:
     # 2 copies x 0.5 x (4 bytes that rest + 4 in their place)
     needed += 2 * 0.5 * 8
     assert f"at least {needed:.1f} GiB" in check(with_reference, teacher_parameters=GIB // 2, available=int((needed - 0.1) * GIB))[0]
+
+
+def test_a_replay_needs_no_engines(check: Callable[..., list[str]], words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "available_memory_bytes", lambda: GIB)
+    (note,) = check()
+    assert "1 rank and 1 engine take at least" in note
+    assert check(generates=False) == []
+    needs = find_target(load_settings(None, words), config_only=False, generates=False).needs
+    assert (needs.num_ranks, needs.num_engines) == (1, 0)
 
 
 def test_plan_says_what_would_be_launched(words: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import shutil
 import sqlite3
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from whole_run_parts import Client, Engines, Ranks
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.recorded import Recorded
 from megatron_rl.errors import UserError
+from megatron_rl.observe.live_state import read_state
 from megatron_rl.observe.metrics import Metric, Sum
 from megatron_rl.runtime import session, start
 from megatron_rl.types import TrainBatch
@@ -57,8 +59,10 @@ def test_a_replay_trains_on_the_batches_of_its_run(
     expected = trained.copy()
     trained.clear()
     again = f"run.directory={tmp_path}/again"
-    # It ends with its record, and its engines are none.
+    # It ends with its record, its engines are none, and its status is that of this process.
     session.train(make_settings(*RECORDED, again, "run.num_steps=5"), resume=False, replay=tmp_path / "run")
+    state = read_state(tmp_path / "again")
+    assert state is not None and state.identity["pid"] == os.getpid()
     assert_equal(trained, expected)
     assert Engines.stopped == 1
     assert "step 1 trains on step 1 of" in capsys.readouterr().out
@@ -120,6 +124,9 @@ def test_records_that_do_not_fit_are_refused(make_settings: MakeSettings, traine
     refused(own, tmp_path / "run", "--replay", "run.directory itself", "new one")
     other = make_settings(*RECORDED, f"run.directory={tmp_path}/again", "rollout.sampling.temperature=0.5")
     refused(other, tmp_path / "run", "rollout.sampling.temperature is 0.5 now and was 1.0")
+    aware = "rollout.sampling.entropy={thresholds: [0.1, 0.1]}"
+    other = make_settings(*RECORDED, f"run.directory={tmp_path}/again", aware, "objective.proximal=rollout")
+    refused(other, tmp_path / "run", "rollout.sampling.entropy is {'thresholds'", "and was None")
     refused(other, tmp_path / "nothing", "does not exist", "run.directory")
     (tmp_path / "text.sqlite").write_text("no database " * 100)
     refused(other, tmp_path / "text.sqlite", "not a database")
@@ -131,6 +138,21 @@ def test_records_that_do_not_fit_are_refused(make_settings: MakeSettings, traine
     with sqlite3.connect(tmp_path / "run" / "buffer.sqlite") as buffer:
         buffer.execute("PRAGMA user_version = 9")
     refused(own, tmp_path / "run", "schema version 9", "this release reads")
+
+
+def test_a_replay_refuses_older_tokens_than_its_own_staleness(
+    make_settings: MakeSettings, trained: list[tuple[int, TrainBatch]], tmp_path: Path
+) -> None:
+    session.train(make_settings(*RECORDED), resume=False)
+    with sqlite3.connect(tmp_path / "run" / "buffer.sqlite") as buffer:
+        buffer.execute("UPDATE groups SET consumed_step = consumed_step + 1")
+    trained.clear()
+    again = make_settings(*RECORDED, f"run.directory={tmp_path}/again")
+    refused(again, tmp_path / "run", "weight versions 0 to 0, needs 1 to 1", "set rollout.max_staleness")
+    assert not trained
+    older = (f"run.directory={tmp_path}/older", "rollout.max_staleness=1", "objective.proximal=rollout")
+    session.train(make_settings(*RECORDED, *older), resume=False, replay=tmp_path / "run")
+    assert len(trained) == 3
 
 
 def test_samples_are_generated_without_training(make_settings: MakeSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
