@@ -16,14 +16,14 @@ from megatron_rl.checkpoints.manifest import entry_of
 from megatron_rl.cli import main
 from megatron_rl.config.derived import reward_workers
 from megatron_rl.config.load import load_settings
-from megatron_rl.config.settings import RewardSettings, RuntimeSettings, Settings
+from megatron_rl.config.settings import RewardSettings, Settings
 from megatron_rl.convert.conversion import Options, convert
 from megatron_rl.errors import UserError
 from megatron_rl.planning.launch_plan import launch_plan
 from megatron_rl.rewards.runner import RewardRunner
 from megatron_rl.runtime import preflight as module
 from megatron_rl.runtime.engines import weight_sync
-from megatron_rl.runtime.preflight import GIB, check_cpu_memory, check_disk, check_interface, check_run_directory, preflight
+from megatron_rl.runtime.preflight import GIB, check_cpu_memory, preflight
 from megatron_rl.runtime.target import find_target
 from megatron_rl.system.files import MANIFEST
 
@@ -351,29 +351,6 @@ def test_a_critic_is_checked_and_its_rate_told(check: Callable[..., list[str]]) 
         check("objective.preset=ppo", "training.critic.optimizer.learning_rate=1")
 
 
-def test_run_directory(tmp_path: Path) -> None:
-    directory = tmp_path / "run"
-    assert check_run_directory(directory, resume=False) == []
-    assert "nothing to resume" in check_run_directory(directory, resume=True)[0]
-    directory.mkdir()
-    assert check_run_directory(directory, resume=False) == []
-    for name in ("settings.yaml", "buffer.sqlite-wal", "status.json", ".status.json.7.partial"):
-        (directory / name).write_text("left by a start that failed")
-    assert check_run_directory(directory, resume=False) == []
-    (directory / "metrics.jsonl").write_text("")
-    assert check_run_directory(directory, resume=True) == []
-    with pytest.raises(UserError, match=r"holds a run already.*--resume"):
-        check_run_directory(directory, resume=False)
-    with pytest.raises(UserError, match=r"settings\.yaml is a file"):
-        check_run_directory(directory / "settings.yaml" / "below", resume=False)
-    for target in ("nothing", "link"):
-        link = directory / "link"
-        link.unlink(missing_ok=True)
-        link.symlink_to(target)
-        with pytest.raises(UserError, match="link is a link to nothing; choose another directory"):
-            check_run_directory(link, resume=False)
-
-
 def test_nothing_left_to_resume(check: Callable[..., list[str]], words: list[str]) -> None:
     directory = load_settings(None, words).run.directory
     checkpoint = directory / "checkpoints" / "step-000008"
@@ -383,30 +360,6 @@ def test_nothing_left_to_resume(check: Callable[..., list[str]], words: list[str
     with pytest.raises(UserError, match=r"has done 8 steps, so nothing is left of run.num_steps 8"):
         check("run.num_steps=8", resume=True)
     check("run.num_steps=9", resume=True)
-
-
-def test_read_only_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
-    with pytest.raises(UserError, match="not writable"):
-        check_run_directory(tmp_path / "run", resume=False)
-
-
-def test_a_file_system_without_room_for_files_is_not_called_full() -> None:
-    with pytest.raises(UserError, match=r"run\.directory is /proc/run, but /proc is not writable"):
-        check_disk(Path("/proc/run"), checkpoint_bytes=1, keep=2)
-
-
-def test_a_small_disk_has_the_space_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(2**30, 2**30, 45 * 2**20))  # type: ignore[attr-defined]
-    with pytest.raises(UserError, match=r"has 45 MiB free, a checkpoint of this model takes about 1\.5 GiB"):
-        check_disk(tmp_path, checkpoint_bytes=3 * 2**29, keep=2)
-
-
-def test_disk(tmp_path: Path) -> None:
-    assert check_disk(tmp_path / "run", checkpoint_bytes=1, keep=2) == []
-    with pytest.raises(UserError, match="a checkpoint of this model takes about"):
-        check_disk(tmp_path / "run", checkpoint_bytes=2**60, keep=2)
-    assert "run.keep_checkpoints 1000000000" in check_disk(tmp_path, checkpoint_bytes=2**20, keep=10**9)[0]
 
 
 def test_memory_is_added_up(words: list[str]) -> None:
@@ -503,9 +456,3 @@ def test_supervised_runs_ask_nothing_of_engine_and_reward(words: list[str], monk
     # No engine generates, so a response beyond the model's context is none.
     notes = preflight(load_settings(None, [*words, "objective.policy_loss=sft", "rollout.sampling.max_response_tokens=1000000"]))
     assert [note.split(" has no effect")[0] for note in notes] == ["data.samples_per_prompt 2", "the section rollout", "the section reward"]
-
-
-def test_the_interface_is_one_of_this_machine() -> None:
-    check_interface(RuntimeSettings(ray_address="10.0.0.1:6379", network_interface="lo"))
-    with pytest.raises(UserError, match=r"network_interface is nowhere0, but the interfaces here are .*lo.*; name one that every node has"):
-        check_interface(RuntimeSettings(ray_address="10.0.0.1:6379", network_interface="nowhere0"))

@@ -191,3 +191,8 @@ def whole(name: str) -> list[str]:
     """What an engine is told that gets all of a version."""
     update = UPDATES[name]
     return [SILENT, *([update] if name == "disk" else [BEGIN, update, update, END]), RESUME]
+
+
+def dies(run: Run, number: int) -> None:
+    """Let the engine that cannot be reached leave the pool."""
+    run.servers[number].dead = lambda: run.pool.leave(run.clients[number], EngineError("killed by signal 9"))

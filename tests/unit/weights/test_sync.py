@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from sync_parts import BEGIN, BUCKETS, END, RESUME, SILENT, SYNC_TIMEOUT_S, UPDATES, Run, done, parts_of, whole
+from sync_parts import BEGIN, BUCKETS, END, RESUME, SILENT, SYNC_TIMEOUT_S, UPDATES, Run, dies, done, parts_of, whole
 
 from megatron_rl.config.settings import WeightSettings
 from megatron_rl.engines import engine_pool
@@ -412,11 +412,6 @@ def test_an_engine_that_fails_a_sync_is_ended(make_run: Callable[..., Run], name
     asyncio.run(work())
 
 
-def dies(run: Run, number: int) -> None:
-    """Let the engine that cannot be reached leave the pool."""
-    run.servers[number].dead = lambda: run.pool.leave(run.clients[number], EngineError("killed by signal 9"))
-
-
 @pytest.mark.parametrize("name", TRANSPORTS)
 @pytest.mark.parametrize("moment", ["pause", "first bucket", "last bucket", "version"])
 @pytest.mark.parametrize("hangs", [False, True], ids=["breaks", "hangs"])
@@ -460,32 +455,6 @@ def test_an_engine_with_part_of_a_version_does_not_generate(make_run: Callable[.
     asyncio.run(work())
 
 
-def test_both_ends_are_closed_when_nothing_goes_on_any_more(make_run: Callable[..., Run]) -> None:
-    """What still runs would otherwise reach into the next attempt, or wait for who has left."""
-    update = UPDATES["broadcast"]
-    run = make_run({"fails_at": SILENT}, {})
-
-    async def work() -> None:
-        sync = run.open("broadcast")
-        dies(run, 0)
-        run.ranks.send_s, run.servers[1].update_s = 0.15, 0.05
-        await sync.run(version=1)
-        told = [path for path, _ in run.servers[1].calls if path in (CONNECT, DISCONNECT, update, END)]
-        assert told == [CONNECT, update, update, END, DISCONNECT, CONNECT, update, update, END]
-        assert run.log.index(("sent",)) < run.log.index(("closed",))
-
-    asyncio.run(work())
-
-
-def test_what_fails_while_every_engine_lives_ends_the_sync(make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_pool, "DEATH_S", 0.05)
-    run = make_run({}, {"fails_at": UPDATES["disk"]})
-    with pytest.raises(EngineError, match=r"cannot be reached for /update_weights_from_disk"):
-        run.sync("disk", version=1)
-    assert len(run.ranks.plans) == 1
-    assert list((run.directory / "weights").iterdir()) == [], "nothing is left of weights that nobody reads any more"
-
-
 def test_a_sync_that_is_repeated_keeps_the_deadline_of_the_first(make_run: Callable[..., Run]) -> None:
     run = make_run({"fails_at": RESUME}, {"fails_at": SILENT, "hangs": True})
 
@@ -498,18 +467,3 @@ def test_a_sync_that_is_repeated_keeps_the_deadline_of_the_first(make_run: Calla
     with pytest.raises(DeadlineError, match=r"did not finish within 0 s, still waiting for: .*engine at http://127\.0\.1\.1"):
         asyncio.run(work())
     assert time.monotonic() - start_s < 5
-
-
-def test_an_engine_that_dies_when_it_is_let_go_is_passed_over(make_run: Callable[..., Run]) -> None:
-    run = make_run({}, {"fails_at": DISCONNECT}, {})
-
-    async def work() -> None:
-        sync = run.open("broadcast")
-        dies(run, 1)
-        await sync.run(version=1)
-        run.pool.leave(run.clients[0], EngineError("gone"))
-        await sync.run(version=2)
-        assert [server.served for server in run.servers] == [1, 1, 2]
-        assert len(run.ranks.plans) == 2
-
-    asyncio.run(work())
