@@ -229,7 +229,8 @@ async def open_update(
             sums = None if expected is None else await expected
             await client.order("end", num_ranks=num_ranks, expected=sums, holds=holds, version=version)
             client.holds = holds
-    except EngineError:
+    except RuntimeError:
+        # Of the engine, or of a broken store: then the engine lives, and would refuse the next update.
         with suppress(EngineError):  # it is dead
             await client.end_weight_update()
         raise
