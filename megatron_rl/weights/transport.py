@@ -238,10 +238,13 @@ async def open_update(
 
 
 async def awaited(store: Store, key: str) -> str:
-    """Return the value of `key`, waited for without a deadline: the sync has one."""
-    while not store.check([key]):
+    """Return the value of `key`, waited for without a deadline: the sync has one.
+
+    In threads: a store whose server is stopped answers nothing.
+    """
+    while not await asyncio.to_thread(store.check, [key]):
         await asyncio.sleep(POLL_S)
-    return store.get(key).decode()
+    return (await asyncio.to_thread(store.get, key)).decode()
 
 
 class SenderPlan(Protocol):

@@ -1,10 +1,12 @@
 """What becomes of engines in a sync whose ranks are gone, or send no more."""
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from megatron_rl.system.rendezvous import join_store, serve_store
 from megatron_rl.weights import broadcast
 from megatron_rl.weights.broadcast import announcement
 from megatron_rl.weights.deltas import END as END_OF_MESSAGES
-from megatron_rl.weights.transport import Sent
+from megatron_rl.weights.transport import Sent, awaited
 
 CONNECT, DISCONNECT = "/init_weights_update_group", "/destroy_weights_update_group"
 
@@ -110,3 +112,23 @@ def test_an_engine_that_waits_for_a_delta_ends_its_update(tmp_path: Path, monkey
         assert run.clients[1] not in ended and run.pool.membership.members == (run.clients[1],)
 
     asyncio.run(work())
+
+
+def test_a_store_that_answers_nothing_leaves_the_loop_to_others() -> None:
+    """As that of a stopped rank 0."""
+    answers = threading.Event()
+
+    def check(keys: list[str]) -> bool:
+        assert answers.wait(5), "nothing else had a turn"
+        return True
+
+    store = SimpleNamespace(check=check, get=lambda key: key.encode())
+
+    async def work() -> str:
+        waiting = asyncio.create_task(awaited(store, "key"))  # type: ignore[arg-type]
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        answers.set()
+        return await waiting
+
+    assert asyncio.run(work()) == "key"
