@@ -296,14 +296,14 @@ class EngineClient:
     async def order(self, step: WeightOrder, *, num_ranks: int, version: int | None = None, **keywords: Any) -> None:
         """Give the engine's `num_ranks` ranks an order about the weights of an open update (`received_weights.order`).
 
-        A difference ends the server. `version` as in `receive_bucket`.
+        They wait for each other. A difference ends the server. `version` as in `receive_bucket`.
         """
         # Imported here, because it imports torch, and the actor of an engine never does.
         from megatron_rl.engines.received_weights import order
 
         orders = [base64.b64encode(order(step, **keywords)).decode()] * num_ranks
         body = {"serialized_named_tensors": orders, **_bucket(version), "load_format": ORDER_LOADER, "selector": "target"}
-        await self._control("/update_weights_from_tensor", body)
+        await self._control("/update_weights_from_tensor", body, joint=num_ranks > 1)
 
     async def load_weights(self, path: Path, *, version: int, timeout_s: float | None = None) -> None:
         """Read weights from a Hugging Face directory of the engine's machine; flush the cache.

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megatron_rl.rollout.agents import COMMAND, AgentNode, check_program, play
 from megatron_rl.rollout.environment_call import Answer
 from megatron_rl.rollout.environment_host import Environments
 from megatron_rl.runtime.cluster import Reservation, enter_directory
-from megatron_rl.runtime.watchdog import ACTOR_DEATHS, Watchdog, exit_of
+from megatron_rl.runtime.watchdog import Watchdog, exit_of
 from megatron_rl.system.deadlines import AGENTS_START_S, ENGINE_CONTROL_S, ENGINE_STOP_S
 from megatron_rl.system.leftovers import scratch_directory
 from megatron_rl.types import Message, Prompt
@@ -101,7 +102,9 @@ async def _play_there(worker: Any, address: str, prompt: Prompt, message: Messag
     playing = worker.play.remote(prompt, message)
     try:
         answer: Answer = await asyncio.wrap_future(playing.future())
-    except ACTOR_DEATHS as error:
+    except RayTaskError:
+        raise
+    except RayError as error:  # an actor of a dead node may also be called unschedulable, or its answer lost
         return {"cause": "error", "headline": f"the process for agents on {address} {exit_of(error)}", "trace": "", "lost": True}
     except asyncio.CancelledError:
         ray.cancel(playing)

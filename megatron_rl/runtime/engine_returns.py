@@ -61,12 +61,10 @@ class EngineReturns:
 
     def _goes_on(self, number: int, address: EngineAddress, error: Exception) -> bool:
         """Return True when the run goes on without the dead engine `number`, for now or for good."""
-        returning = self._bring_back(number) if self._engines.may_restart(number) else None
-        self._num_lost += returning is None
-        if 2 * self._num_lost > self._count:
-            if len(self._manager.clients) > 1:
-                self._note(f"the run ends, because {self._num_lost} of {self._count} engines are lost, more than half")
+        returns = self._engines.may_restart(number)
+        if not returns and self._is_one_too_many(num_left=len(self._manager.clients) - 1):
             return False
+        returning = self._bring_back(number, error) if returns else None
         left: bool = self._wait(self._manager.leave(address, error, returning=returning), name="going on without an engine")
         if left:
             again = "" if returning is None else f"engine {number} is started again, and "
@@ -74,8 +72,16 @@ class EngineReturns:
             self._note(f"{again}the run goes on with {count}, because one ended: {_sentence(error)}")
         return left
 
-    async def _bring_back(self, number: int) -> bool:
-        """Start the engine until it joins; return False where it may not be started once more."""
+    def _is_one_too_many(self, *, num_left: int) -> bool:
+        """Count an engine lost for good, with `num_left` others; return True, and note it, where the run ends by that."""
+        self._num_lost += 1
+        ends = 2 * self._num_lost > self._count
+        if ends and num_left:
+            self._note(f"the run ends, because {self._num_lost} of {self._count} engines are lost, more than half")
+        return ends
+
+    async def _bring_back(self, number: int, death: Exception) -> bool:
+        """Start the engine, dead of `death`, until it joins; return False where it may not be started once more."""
         begun_s = time.monotonic()
         while self._engines.may_restart(number):
             try:
@@ -88,7 +94,8 @@ class EngineReturns:
             self._engines.watch(number, goes_on=partial(self._goes_on, number, address))
             self._note(f"engine {number} is back after {time.monotonic() - begun_s:.0f} s, and gets the current weights")
             return True
-        self._num_lost += 1
+        if self._is_one_too_many(num_left=len(self._manager.clients)):
+            self._engines.give_up(number, death)
         return False
 
 

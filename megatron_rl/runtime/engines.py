@@ -131,6 +131,13 @@ class EngineGroup:
             self._watches[number] = self._workers[number].watch.remote().future()
         self._watchdog.watch(f"engine {number}", self._watches[number], goes_on=goes_on)
 
+    def give_up(self, number: int, error: Exception) -> None:
+        """End every wait of the run with the `error` of an engine that does not come back."""
+        lost: Future[None] = Future()
+        lost.set_exception(error)
+        if not self._stopped:
+            self._watchdog.watch(f"engine {number}", lost)
+
     def may_restart(self, number: int) -> bool:
         """Return True where rollout.engine_restarts allows another start of a dead engine."""
         hour = [begun_s for begun_s in self._restarts[number] if time.monotonic() - begun_s < HOUR_S]

@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any, TypeAlias, TypeVar, overload
 
 import ray
-from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from megatron_rl.errors import DeadlineError, MegatronRLError, UserError, WorkerDiedError
 from megatron_rl.observe.live_state import WaitState
@@ -331,8 +331,11 @@ def _own_error(error: BaseException, *, owner: str) -> BaseException:
     return error
 
 
-def exit_of(error: RayActorError | OutOfMemoryError) -> str:
-    """Return the reason why an actor's process ended, from Ray's long account."""
+def exit_of(error: RayError) -> str:
+    """Return the reason why an actor's process ended or cannot be reached, from Ray's long account."""
+    if not isinstance(error, ACTOR_DEATHS):
+        first = str(error).partition("\n")[0]
+        return f"is gone ({first})"
     if isinstance(error, OutOfMemoryError):
         used = re.search(r"[\d.]+\s?GB used / [\d.]+\s?GB", str(error))
         return f"was ended by Ray, because the machine runs out of memory{f' ({used[0]})' if used else ''}"

@@ -229,7 +229,8 @@ async def open_update(
             sums = None if expected is None else await expected
             await client.order("end", num_ranks=num_ranks, expected=sums, holds=holds, version=version)
             client.holds = holds
-    except EngineError:
+    except RuntimeError:
+        # Of the engine, or of a broken store: then the engine lives, and would refuse the next update.
         with suppress(EngineError):  # it is dead
             await client.end_weight_update()
         raise
@@ -237,10 +238,13 @@ async def open_update(
 
 
 async def awaited(store: Store, key: str) -> str:
-    """Return the value of `key`, waited for without a deadline: the sync has one."""
-    while not store.check([key]):
+    """Return the value of `key`, waited for without a deadline: the sync has one.
+
+    In threads: a store whose server is stopped answers nothing.
+    """
+    while not await asyncio.to_thread(store.check, [key]):
         await asyncio.sleep(POLL_S)
-    return store.get(key).decode()
+    return (await asyncio.to_thread(store.get, key)).decode()
 
 
 class SenderPlan(Protocol):

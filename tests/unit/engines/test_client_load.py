@@ -86,9 +86,11 @@ def test_the_load_is_read_where_the_engine_tells_it(payload: Any, status: int, e
         (lambda client: client.take_bucket(["handle"]), False),
         (lambda client: client.receive_bucket(["w"], dtypes=["float32"], shapes=[(1,)], group="g"), True),
         (lambda client: client.leave_group("g"), True),
+        (lambda client: client.order("end", num_ranks=1), False),
+        (lambda client: client.order("end", num_ranks=2), True),
         (lambda client: client.load_weights(Path("hf"), version=1), True),
     ],
-    ids=["pause", "begin", "take", "receive", "leave", "load"],
+    ids=["pause", "begin", "take", "receive", "leave", "order", "order of ranks", "load"],
 )
 @pytest.mark.parametrize("fails", [False, True])
 def test_control_calls_are_counted_while_they_last(call: Callable[[EngineClient], Awaitable[None]], joint: bool, fails: bool) -> None:

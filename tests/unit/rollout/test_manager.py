@@ -102,6 +102,21 @@ def test_a_reward_that_fails_on_its_probe_leaves_no_buffer(
     assert not (tmp_path / "buffer.sqlite").exists()
 
 
+def test_the_stand_in_of_an_engine_can_be_looked_at(
+    make_settings: Callable[..., Settings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which happens in any test that is slow enough, and fails it at its end."""
+    monkeypatch.setattr("megatron_rl.rollout.engine_watch.POLL_S", 0.0)
+
+    async def run() -> int:
+        Client.engine = engine = Engine(seed=0)
+        async with opened(make_settings(), tmp_path / "buffer.sqlite") as manager:
+            batch, _ = await step_of(manager, engine, 0)
+            return batch.num_sequences
+
+    assert asyncio.run(run()) == 2 * PROMPTS_PER_STEP
+
+
 @pytest.mark.parametrize("zero_variance", ["keep", "drop", "resample"])
 def test_every_staleness_trains_on_the_synchronous_groups(
     make_settings: Callable[..., Settings], tmp_path: Path, zero_variance: str

@@ -76,7 +76,6 @@ def is_long(token_ids: Ints, every: int = 2) -> bool:
 class Abortable(Client):
     def __init__(self, *arguments: Any, **timeouts: Any) -> None:
         super().__init__(*arguments, **timeouts)
-        self.is_paused = False
         self.abort_all = Client.engine.abort_all  # type: ignore[attr-defined]
 
 

@@ -12,6 +12,7 @@ from megatron_rl.config.load import load_settings
 from megatron_rl.errors import EngineError
 from megatron_rl.runtime import engines
 from megatron_rl.runtime.engines import EngineGroup
+from megatron_rl.runtime.watchdog import Watchdog
 
 PATHS = ("run.directory=run", "model.path=model", "data.train=train.jsonl")
 
@@ -112,3 +113,20 @@ def test_an_engine_that_did_not_come_back_starts_with_new_ranks(monkeypatch: pyt
     actors.error = None
     group.begin_start()
     assert (actors.killed, [worker.number for worker in group._workers]) == ([1, 2], [0, 3])
+
+
+def test_an_engine_that_is_given_up_ends_every_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    Actors(monkeypatch)
+    with Watchdog() as watchdog:
+        group = make_group()
+        group._watchdog = watchdog
+        group.give_up(1, EngineError("killed by signal 9"))
+        for _ in range(2):
+            with pytest.raises(EngineError, match="killed by signal 9"):
+                watchdog.wait(Future[None](), name="work", owner="a rank", timeout_s=10)
+        watchdog.forget()
+        group._stopped = True
+        group.give_up(1, EngineError("killed by signal 9"))
+        finished: Future[str] = Future()
+        finished.set_result("done")
+        assert watchdog.wait(finished, name="work", owner="a rank", timeout_s=10) == "done"

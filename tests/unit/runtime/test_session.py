@@ -75,6 +75,7 @@ class Engines:
         self.restarts, self.ended = list(restarts), list[tuple[int, str]]()
         self.addresses = [EngineAddress(f"url-{number}", "key", 32, 64, 64, has_tokenizer=False) for number in range(count)]
         self.goes_on: dict[int, Callable[[Exception], bool]] = {}
+        self.given_up = list[tuple[int, str]]()
 
     def finish_start(self, starting: list[Any]) -> list[EngineAddress]:
         return self.addresses
@@ -87,6 +88,9 @@ class Engines:
 
     def end(self, number: int, fault: str) -> None:
         self.ended.append((number, fault))
+
+    def give_up(self, number: int, error: Exception) -> None:
+        self.given_up.append((number, str(error)))
 
     async def restart(self, number: int) -> EngineAddress:
         await asyncio.sleep(0.01)
@@ -156,6 +160,32 @@ def test_a_run_ends_when_more_than_half_of_its_engines_are_lost(
         assert not engines.goes_on[count - 1](EngineError("killed"))
     said = f"the run ends, because {most_lost + 1} of {count} engines are lost, more than half"
     assert (said in stream.getvalue()) == (count - most_lost > 1)
+
+
+@pytest.mark.parametrize(("count", "num_dead"), [(1, 0), (3, 0), (3, 1), (2, 1), (4, 2)])
+def test_a_start_that_fails_may_leave_too_few_engines(
+    tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, num_dead: int
+) -> None:
+    """No death follows, and one of an engine that may return is none that is lost."""
+    monkeypatch.setattr(manager_module, "RewardRunner", Rewards)
+    (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": "1", "label": "1"}) + "\n")
+    settings = load_settings(None, [f"run.directory={tmp_path}/run", f"model.path={tiny_model()}", f"data.train={tmp_path}/train.jsonl"])
+    stream, engines = io.StringIO(), Engines(EngineError("no memory"), count=count)
+    with ExitStack() as stack:
+        start = RunStart(settings, stack, StartReport(RunConsole(1, stream=stream), PhaseTimer()))
+        manager = start.open_manager(tmp_path / "buffer.sqlite")
+        start.join(manager, engines, [])  # type: ignore[arg-type]
+        for number in range(num_dead):
+            assert engines.goes_on[count - 1 - number](EngineError("killed"))
+        assert engines.goes_on[0](EngineError("killed, 0"))
+        for _ in range(500):
+            if not manager._returning:
+                break
+            time.sleep(0.01)
+    ends = 2 * (num_dead + 1) > count
+    assert engines.given_up == [(0, "killed, 0")] * ends
+    said = f"the run ends, because {num_dead + 1} of {count} engines are lost, more than half"
+    assert (said in stream.getvalue()) == (ends and count - num_dead > 1)
 
 
 def test_the_last_engine_is_started_again(tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,12 +83,11 @@ class Client:
     """An engine that gives token 2 + k as the k-th response, and log-prob -1 to everything."""
 
     version, weights = 0, ""
-    is_paused = False
 
     def __init__(self, address: EngineAddress, **_: object) -> None:
         self.address = address
         self.served: Counter[str] = Counter()
-        self.pending, self.num_ended = Counter[bool](), 0
+        self.is_paused, self.pending, self.num_ended = False, Counter[bool](), 0
         Client.weights = "made up"
 
     async def __aenter__(self) -> "Client":

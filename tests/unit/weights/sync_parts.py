@@ -152,7 +152,7 @@ class Run:
             surroundings = Surroundings(
                 manifest=SPECS,
                 directory=self.directory / "weights",
-                free_address=free_address if name == "ipc" else lambda: ("10.0.0.1", 1234),
+                free_address=free_address if name == "ipc" or deltas else lambda: ("10.0.0.1", 1234),
                 backend="gloo",
                 num_engines=len(urls),
                 ranks_per_engine=ranks_per_engine,

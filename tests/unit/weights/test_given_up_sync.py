@@ -1,22 +1,31 @@
-"""What becomes of engines and connections in a sync that is given up, or whose ranks are gone."""
+"""What becomes of engines in a sync whose ranks are gone, or send no more."""
 
 import asyncio
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from sync_parts import END, SILENT, UPDATES, Run, dies
+from sync_parts import BEGIN, END, RESUME, SILENT, UPDATES, Ranks, Run, done, parts_of
+from torch.distributed import Store
 
-from megatron_rl.engines import engine_pool
+from megatron_rl.engines.client import EngineClient
 from megatron_rl.errors import EngineError
+from megatron_rl.system.rendezvous import join_store, serve_store
+from megatron_rl.weights import broadcast
+from megatron_rl.weights.broadcast import announcement
+from megatron_rl.weights.deltas import END as END_OF_MESSAGES
+from megatron_rl.weights.transport import Sent, awaited
 
 CONNECT, DISCONNECT = "/init_weights_update_group", "/destroy_weights_update_group"
 
 
 @pytest.fixture
-def make_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
-    # In stand-ins a death follows after 0.02 s.
-    monkeypatch.setattr("megatron_rl.weights.sync.DEATH_S", 0.1)
+def make_run(tmp_path: Path) -> Callable[..., Run]:
     return lambda *servers: Run(tmp_path, *servers)
 
 
@@ -51,42 +60,75 @@ def test_an_engine_that_hangs_is_ended_where_ranks_are_gone(make_run: Callable[.
     asyncio.run(work())
 
 
-def test_both_ends_are_closed_when_nothing_goes_on_any_more(make_run: Callable[..., Run]) -> None:
-    """What still runs would otherwise reach into the next attempt, or wait for who has left."""
-    update = UPDATES["broadcast"]
-    run = make_run({"fails_at": SILENT}, {})
+class Announcing(Ranks):
+    """Ranks that send deltas: rank 0 serves the store of their announcements, and sends nothing more once an engine has died."""
+
+    store: Store | None = None
+    num_syncs = 0
+
+    def begin_open_sender(self, plan: Any) -> list[Future[Any]]:
+        def serve() -> None:
+            # The first of two clients is the transport.
+            self.store = serve_store(plan.address, port=plan.port, num_clients=2, timeout_s=30.0)
+
+        self.plans.append(plan)
+        return [self._thread.submit(serve), done()]
+
+    def begin_close_sender(self) -> list[Future[Any]]:
+        self.store = None
+        return [done(), done()]
+
+    def begin_send(self, *, version: int, checked: bool) -> list[Future[Any]]:
+        assert self.store is not None, "opened before"
+        self.num_syncs += 1
+        self.store.set(announcement(0), "0")
+        if self.num_syncs > 1:
+            self.store.set(announcement(1), "1")
+            self.store.set(announcement(2), END_OF_MESSAGES)
+            return [done(Sent(0.0, 0.0, {})), done(Sent(0.0, 0.0, {}))]
+
+        def breaks() -> None:
+            time.sleep(0.1)
+            raise EngineError("could not be sent to all engines")
+
+        return [self._thread.submit(breaks), done(Sent(0.0, 0.0, {}))]
+
+
+def test_an_engine_that_waits_for_a_delta_ends_its_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one dies in the first message: no more is announced, and an engine refuses a second update during the first."""
+    monkeypatch.setattr("megatron_rl.weights.sync.DEATH_S", 0.1)
+    update, ended = UPDATES["broadcast"], list[EngineClient]()
+    run = Run(tmp_path, {"fails_at": update}, {})
+    run.ranks = Announcing(run.log)
 
     async def work() -> None:
-        sync = run.open("broadcast")
-        dies(run, 0)
-        run.ranks.send_s, run.servers[1].update_s = 0.15, 0.05
-        await sync.run(version=1)
-        told = [path for path, _ in run.servers[1].calls if path in (CONNECT, DISCONNECT, update, END)]
-        assert told == [CONNECT, update, update, END, DISCONNECT, CONNECT, update, update, END]
-        assert run.log.index(("sent",)) < run.log.index(("closed",))
+        sync = run.open("broadcast", deltas=True)
+        # What engines join is a stand-in, too, and the transport alone is a client of the store.
+        monkeypatch.setattr(broadcast, "join_store", lambda address, **place: join_store(address, **{**place, "num_clients": 2}))
+        run.servers[0].dead = lambda: run.pool.leave(run.clients[0], EngineError("killed by signal 9"))
+        run.pool.end_failed = lambda client, error: bool(ended.append(client))
+        await asyncio.wait_for(sync.run(version=4), 60)
+        assert parts_of(run.servers[1], "broadcast") == [SILENT, BEGIN, update, END, SILENT, BEGIN, update, update, END, RESUME]
+        assert run.clients[1] not in ended and run.pool.membership.members == (run.clients[1],)
 
     asyncio.run(work())
 
 
-def test_what_fails_while_every_engine_lives_ends_the_sync(make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_pool, "DEATH_S", 0.05)
-    run = make_run({}, {"fails_at": UPDATES["disk"]})
-    with pytest.raises(EngineError, match=r"cannot be reached for /update_weights_from_disk"):
-        run.sync("disk", version=1)
-    assert len(run.ranks.plans) == 1
-    assert list((run.directory / "weights").iterdir()) == [], "nothing is left of weights that nobody reads any more"
+def test_a_store_that_answers_nothing_leaves_the_loop_to_others() -> None:
+    """As that of a stopped rank 0."""
+    answers = threading.Event()
 
+    def check(keys: list[str]) -> bool:
+        assert answers.wait(5), "nothing else had a turn"
+        return True
 
-def test_an_engine_that_dies_when_it_is_let_go_is_passed_over(make_run: Callable[..., Run]) -> None:
-    run = make_run({}, {"fails_at": DISCONNECT}, {})
+    store = SimpleNamespace(check=check, get=lambda key: key.encode())
 
-    async def work() -> None:
-        sync = run.open("broadcast")
-        dies(run, 1)
-        await sync.run(version=1)
-        run.pool.leave(run.clients[0], EngineError("gone"))
-        await sync.run(version=2)
-        assert [server.served for server in run.servers] == [1, 1, 2]
-        assert len(run.ranks.plans) == 2
+    async def work() -> str:
+        waiting = asyncio.create_task(awaited(store, "key"))  # type: ignore[arg-type]
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        answers.set()
+        return await waiting
 
-    asyncio.run(work())
+    assert asyncio.run(work()) == "key"
