@@ -41,7 +41,7 @@ def _opened() -> Iterator[Callable[[RewardSettings], Any]]:
     with ExitStack() as stack:
         runners: dict[str, RewardRunner] = {}
 
-        def open_runner(settings: RewardSettings) -> Any:
+        def open_runner(settings: RewardSettings, **_: Any) -> Any:
             key = settings.model_dump_json()
             if key not in runners:
                 runners[key] = stack.enter_context(RewardRunner(settings))
