@@ -95,7 +95,9 @@ function choose(index) {
   const one = group.samples[index];
   document.getElementById("which").textContent = one ? `Sample ${one.index}: ${title(one)}` : "No sample";
   if (one) {
-    document.getElementById("cards").children[index].scrollIntoView({ block: "nearest", inline: "nearest" });
+    // The row of cards alone: the page opens at its top.
+    const cards = document.getElementById("cards");
+    cards.scrollLeft = cards.children[index].offsetLeft - cards.offsetLeft;
     folded("prompt of this sample", one.prompt, turns);
     folded("parts of the reward", one.parts, turns);
     folded("message of the reward", one.message, turns);

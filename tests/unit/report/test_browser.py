@@ -67,6 +67,7 @@ def test_a_page_works_from_a_file_and_by_keyboard(tmp_path: Path) -> None:
     async def look(seen: Browser) -> None:
         await seen.until("document.querySelectorAll('.chart svg').length >= 2")
         await seen.until("document.querySelectorAll('table.dataTable').length >= 2")
+        assert await seen.run("window.scrollY") == 0, "it opens at its top"
         names = [name async for name in groups(seen)]
         assert len(set(names)) == len(names) >= 6
         await seen.press("n")
