@@ -321,7 +321,7 @@ class RuntimeSettings(Section):
 
 
 class ObserveSettings(Section):
-    """What is shown of a run besides the console, metrics.jsonl and TensorBoard."""
+    """Output of a run besides the console, metrics.jsonl and TensorBoard."""
 
     report_interval: int = Field(
         50, ge=0, description="Steps between writings of report.html, by a process of its own; 0 writes it at the end alone."

@@ -1,4 +1,4 @@
-"""What the rows of a run show to be wrong, one sentence each, with the setting to turn.
+"""Faults that the rows of a run show, one sentence each, with the setting to turn.
 
 Order: liveness, then learning, and tuning only where neither has anything to say. Shares are
 medians of the newest rows, so that no single step speaks.

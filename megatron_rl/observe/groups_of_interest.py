@@ -1,4 +1,4 @@
-"""Which groups of a step to look at: the best, the worst, the median, the longest, and those that went wrong."""
+"""Groups of a step to look at: the best, the worst, the median, the longest, and those that went wrong."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple

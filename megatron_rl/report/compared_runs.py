@@ -1,4 +1,4 @@
-"""What `megatron-rl compare` prints and draws."""
+"""Tables and curves of `megatron-rl compare`."""
 
 from collections.abc import Sequence
 from pathlib import Path

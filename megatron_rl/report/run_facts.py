@@ -1,4 +1,4 @@
-"""What a run's directory says about it, as rows of tables."""
+"""Facts of a run from its directory, as rows of tables."""
 
 import json
 import math

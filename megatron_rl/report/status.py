@@ -35,7 +35,7 @@ EXIT_STATUS: dict[Life, int] = {"running": 0, "finished": 0, "interrupted": 75, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
-    """What is known of a run from outside; seconds, tokens a second, bytes.
+    """Facts of a run seen from outside; seconds, tokens a second, bytes.
 
     `why` is the summary's status or the silence of the run, `state` the last one that it wrote,
     `log` the last lines of the process that failed.
