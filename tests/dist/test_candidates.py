@@ -25,7 +25,7 @@ TWO_RANKS: dict[str, Layout] = {
 MORE: dict[str, Layout] = {
     ONE: Layout(),
     "micro-batches of 10, distopt": Layout(2, budget=10, optimizer=DISTRIBUTED),
-    "tp4": Layout(4, {"tp": 4}),
+    "tp4 sp": Layout(4, {**SEQUENCE_PARALLEL, "tp": 4}),
     "tp2 cp2 sp": Layout(4, {**SEQUENCE_PARALLEL, "cp": 2}),
     "tp2 ep2 etp1 sp": Layout(4, {**SEQUENCE_PARALLEL, "ep": 2, "etp": 1}),
     "pp2 vpp2 cp2": Layout(4, {"pp": 2, "vpp": 2, "cp": 2}),
