@@ -89,7 +89,7 @@ fi
 if [ "$only_style" = no ] && [ "$rehearsed" = yes ]; then
     section "GPU stack: set-up" bash tools/setup_env.sh --rehearsal
     section "GPU stack: unit tests" on_gpu_stack "${at_once[@]}" \
-        tests/unit/{models,rollout,runtime,system,training,weights,test_doctor.py} "$@"
+        tests/unit/{engines,models,rollout,runtime,system,training,weights,test_doctor.py} "$@"
     section "GPU stack: trainer tests" on_gpu_stack "${at_once[@]}" tests/trainer "$@"
     section "GPU stack: contract tests" on_gpu_stack tests/contract/test_{sglang,shared_memory,transformer_engine,upstream_surface}.py "$@"
     section "GPU stack: multi-process tests" on_gpu_stack \
