@@ -173,8 +173,9 @@ def initialize(topology: Topology, *, rank: int, init_method: str | None, device
         store=store,
         rank=rank,
         world_size=size,
+        # Without device_id, which makes every communicator at once: NCCL gives one of a single rank 512 MiB for remote peers (its issue 2363),
+        # and Megatron has two dozen groups, most of one rank. The first collective of a group makes its communicator.
         timeout=datetime.timedelta(seconds=timeout_s),
-        device_id=device.torch_device if device.kind == "cuda" else None,
     )
     initialize_groups(topology, timeout_s=timeout_s, seed=seed)
 

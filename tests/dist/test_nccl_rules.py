@@ -61,6 +61,8 @@ def check(cases: Sequence[Case], run_ranks: Callable[..., list[Any]], tiny_model
         logs = [found[case] for found, _ in ranks]
         assert min(map(len, logs)) > 20, f"{case}: there was nothing to judge"
         assert not broken_rules(logs), f"{case}: {broken_rules(logs)}"
+        # A group bound to a device has a communicator from the start, and so has each that is made beside it: 512 MiB for one of a rank.
+        assert not [call for log in logs for call in log if call.name == "split"], f"{case}: groups with communicators that nobody uses"
     saves = [saved for _, saved in ranks]
     assert not broken_rules(saves), f"a save: {broken_rules(saves)}"
     # Upstream's gathers the optimizer's state of a whole buffer on the GPU of one rank.
