@@ -53,6 +53,10 @@ The arithmetic leaves out overheads: on a CPU with one thread a step takes 1.2 t
 1,024 channels, 1.9 with 256. On a GPU, attention that writes out the T x T scores is beyond twice.
 A ratio below 0.7 would show wrong arithmetic.
 """
+OF_0_6B = {"hidden": 1024, "layers": 28, "head_dim": 128, "num_attention_heads": 16, "num_key_value_heads": 8}
+"""Sizes of Qwen3-0.6B's layers."""
+STATE_TOLERANCE = 0.01
+"""Share by which a rank's memory may change over a rest: a pass leaves small tables behind."""
 LEAST_FREED = 0.9
 """Least share of an engine's cache and weights freed by sleep."""
 WAKES = 3
@@ -101,14 +105,17 @@ def layouts(node: Node) -> Iterator[Check]:
     experts = {"one": one, "tp2": tp2, "ep2 etp1": {**tp2, "ep": 2, "etp": 1}, "ep2 etp2": {"num_ranks": 4, "tp": 2, "ep": 2, "etp": 2}}
     dense["tp2 pp2"] = experts["tp2 pp2"] = {"num_ranks": 4, "tp": 2, "pp": 2}
     window = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
-    yield _layouts(node, "qwen3", {}, dense)
-    yield _layouts(node, "qwen3", window, dense)
-    yield _layouts(node, "deepseek_v3", {}, experts)
+    for name, config, tried in (("qwen3", {}, dense), ("qwen3 with windows", window, dense), ("deepseek_v3", {}, experts)):
+        try:
+            yield _layouts(node, name, config, tried)
+        except MegatronRLError as error:
+            # Kernels that refuse one model say nothing of the next, which gets new ranks.
+            node.close()
+            yield Check(f"layouts of {name}", "broken", str(error))
 
 
-def _layouts(node: Node, family: str, config: Mapping[str, Any], tried: Mapping[str, Mapping[str, Any]]) -> Check:
-    name = f"{family}{' with windows' if config else ''}"
-    model, batch = node.model(f"layouts of {name}", family=family, **config), node.batch()
+def _layouts(node: Node, name: str, config: Mapping[str, Any], tried: Mapping[str, Mapping[str, Any]]) -> Check:
+    model, batch = node.model(f"layouts of {name}", family=name.partition(" ")[0], **config), node.batch()
     ways = ["torch", "transformer_engine"] if node.kind == "cuda" else ["torch"]
     seen: dict[str, tuple[Floats, float, Floats]] = {}
     for attention in ways:
@@ -137,7 +144,8 @@ def _layouts(node: Node, family: str, config: Mapping[str, Any], tried: Mapping[
 def put_away(node: Node) -> Iterator[Check]:
     """Check the memory freed by a rank, and the content after taking the memory back."""
     batch, ranks = node.batch(), node.ranks
-    ranks.open(node.settings(node.model("put away"), num_ranks=1))
+    # Workspaces of cuBLAS and Transformer Engine stay, 97 MiB on an H200, and are little beside the state of a model of this size.
+    ranks.open(node.settings(node.model("put away", **(OF_0_6B if node.kind == "cuda" else {})), num_ranks=1))
     ranks.apply(on_rank.step, batch=batch)
     before, there = ranks.log_probs(batch, temperature=1.0), ranks.apply(on_rank.state_bytes)[0]
     ranks.call("put_away", frozenset(PARTS))
@@ -145,14 +153,13 @@ def put_away(node: Node) -> Iterator[Check]:
     ranks.call("take_back", frozenset(PARTS))
     after, back = ranks.log_probs(batch, temperature=1.0), ranks.apply(on_rank.state_bytes)[0]
     problems = [f"needs at most {there // 20} away"] if away > 0.05 * there else []
-    problems += [f"needs {there} after"] * (back != there) + ["other log-probs after"] * (not np.array_equal(before, after))
+    problems += [f"needs {there} after"] * (abs(back - there) > STATE_TOLERANCE * there) + ["other log-probs after"] * (not np.array_equal(before, after))
     yield judged("put away and take back", f"{there} bytes, {away} while away, {back} after", problems)
 
 
 def plan(node: Node) -> Iterator[Check]:
     """Compare memory and seconds of a step, data parallel on all ranks, with the plan's."""
-    sizes: dict[str, Any] = {"hidden": 1024, "layers": 28, "head_dim": 128, "num_attention_heads": 16, "num_key_value_heads": 8}
-    model = node.model("planned", **(sizes if node.kind == "cuda" else {"hidden": 256, "layers": 4}))
+    model = node.model("planned", **(OF_0_6B if node.kind == "cuda" else {"hidden": 256, "layers": 4}))
     spec, count, length, ranks = read_model_spec(model), node.num_gpus, node.longest, node.ranks
     num_sequences, num_tokens = count * STEP_SEQUENCES, MICRO_BATCH_SEQUENCES * length
     sections = {

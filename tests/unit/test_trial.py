@@ -32,7 +32,7 @@ class TwoRanks:
     """Two ranks that give one log-prob to every token: -2, after a step -1. `faults` names what is wrong with them."""
 
     def __init__(self, *faults: str) -> None:
-        self._faults, self._several, self._away = faults, False, False
+        self._faults, self._several, self._away, self._back = faults, False, False, False
         self._log_prob = self._saved = math.nan
         self.opened: list[Any] = []
 
@@ -40,6 +40,8 @@ class TwoRanks:
         return name in self._faults and self._several
 
     def open(self, settings: Any) -> None:
+        if "windows" in self._faults and "windows" in str(settings.model.path):
+            raise UserError("these kernels have no windows")
         self._several, self._log_prob = settings.training.topology.num_ranks > 1, -2.0
         self.opened.append(settings)
 
@@ -66,7 +68,9 @@ class TwoRanks:
         return CONTEXT_BYTES + ("crowded" in self._faults)
 
     def _state_bytes(self) -> int:
-        return 0 if self._away and "stays" not in self._faults else 100
+        if self._away:
+            return 600 if "stays" in self._faults else 500
+        return 10_000 + 90 * self._back - 200 * (self._back and "less" in self._faults)
 
     def _peak_of_step(self, *, batch: Any) -> int:
         return round(PLANNED * (1.11 if "memory" in self._faults else 1.09))
@@ -81,7 +85,7 @@ class TwoRanks:
         self._away = True
 
     def take_back(self, parts: Any) -> None:
-        self._away = "gone" in self._faults
+        self._away, self._back = "gone" in self._faults, True
         self._log_prob += 1e-7 * ("bits" in self._faults)
 
     def begin_save(self, directory: Path) -> None:
@@ -123,6 +127,7 @@ FAULTS = [
     ("layouts", "update"),
     ("put away and take back", "stays"),
     ("put away and take back", "gone"),
+    ("put away and take back", "less"),
     ("put away and take back", "bits"),
     ("checkpoints", "load"),
 ]
@@ -202,6 +207,17 @@ def test_layouts_ask_for_nothing_that_is_refused(tmp_path: Path, num_gpus: int, 
         if settings.model.attention == "transformer_engine":
             assert lacking_in_transformer_engine(spec, cp=topology.cp, capability=(9, 0), fused=True) is None
     assert sum(settings.model.attention == "transformer_engine" for settings in ranks.opened) >= count
+
+
+def test_a_refused_model_leaves_the_other_layouts(tmp_path: Path) -> None:
+    node, ranks = Node("cuda", num_gpus=2, directory=tmp_path), TwoRanks("windows")
+    node._ranks = ranks  # type: ignore[assignment]
+    checks = LINES["layouts"](node)
+    sound, refused = next(checks), next(checks)
+    assert (sound.level, refused.level, refused.text) == ("ok", "broken", "these kernels have no windows")
+    node._ranks = ranks  # type: ignore[assignment]
+    (last,) = checks
+    assert last.level == "ok" and "deepseek_v3" in last.promise
 
 
 def test_lines_are_told_whatever_becomes_of_the_others(
