@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from megatron_rl.planning.rank import RankMemory
 
 CONTEXT_BYTES = int(2.5 * GIB)
-"""Usual CUDA context, cuBLAS workspaces and NCCL buffers of a training rank; not measured."""
+"""Usual CUDA context, cuBLAS workspaces and NCCL buffers of a training rank; not measured since communicators come at first use."""
 FRAGMENTATION = 0.05
 """Share of activations, or of a larger teacher, unusable by the allocator."""
 ASLEEP_BYTES = 2 * GIB
