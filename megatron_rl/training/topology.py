@@ -173,8 +173,8 @@ def initialize(topology: Topology, *, rank: int, init_method: str | None, device
         store=store,
         rank=rank,
         world_size=size,
-        # Without device_id, which makes every communicator at once: NCCL gives one of a single rank 512 MiB for remote peers (its issue 2363),
-        # and Megatron has two dozen groups, most of one rank. The first collective of a group makes its communicator.
+        # Without device_id, which makes the communicators of all 21 groups of a rank at once. NCCL gives one of a single rank 512 MiB for
+        # peers that it has not (NVIDIA/nccl#2363). So the first collective of a group makes its communicator: 4 in a data parallel run.
         timeout=datetime.timedelta(seconds=timeout_s),
     )
     initialize_groups(topology, timeout_s=timeout_s, seed=seed)
