@@ -24,7 +24,7 @@ def test_no_process_can_be_reached_from_elsewhere(task: Path, tmp_path: Path, st
     """And deltas, which are no gain where every element changes, leave a run as it is."""
     directory = tmp_path / "run"
     run = start(*rl_arguments(task, directory, f"run.num_steps={NUM_STEPS}", "eval={}", *MODES[mode]))
-    run.wait_for(f"  1/{NUM_STEPS}")
+    run.wait_for(f"\n1/{NUM_STEPS} ")
     deadline = time.monotonic() + 60
     # A process that changes its threads or files meanwhile can be missed.
     while not {"sglang::scheduler", "raylet", "gcs_server"} <= (by_process := listeners(run)).keys():

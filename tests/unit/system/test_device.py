@@ -38,7 +38,9 @@ def test_megatron_imports_beside_a_package_without_driver(tmp_path):
     )
     environment = {**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False, timeout=120)
-    assert (done.returncode, done.stdout, "not installed" in done.stderr) == (0, "False False False\n", False), done.stderr
+    # Packages of the GPU stack import the compiler by themselves.
+    compiler = torch.version.cuda is not None
+    assert (done.returncode, done.stdout, "not installed" in done.stderr) == (0, f"False False {compiler}\n", False), done.stderr
 
 
 def test_a_side_stream_follows_earlier_work_and_is_the_thread_s(monkeypatch):

@@ -25,7 +25,6 @@ KERNELS = "tests/unit/models/test_head_kernels.py"  # in Triton's interpreter, a
 REHEARSED: dict[str, str] = {
     "training/collectives.py collective_device": TE,
     "training/joining.py join": TE,
-    "training/topology.py initialize": TE,
     "training/offload.py ModelMemory.__init__": "tests/trainer/test_offload.py",
     "training/offload.py ModelMemory.take_back": "tests/trainer/test_offload.py",
     "training/offload.py ModelMemory._synchronize": "tests/trainer/test_offload.py",
