@@ -3,7 +3,6 @@
 import asyncio
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -128,36 +127,18 @@ def join_as_sender(plan: BroadcastPlan, store: Store) -> dist.ProcessGroup:
     torch's public `new_group` cannot express a group with members outside of the trainer's default group, so this
     calls the private function below (the same signature in torch 2.9 to 2.14).
     """
-    with _unbound_default_group():
-        process_group, _ = c10d._new_process_group_helper(
-            plan.world_size,
-            0,
-            [],
-            dist.Backend(plan.backend),
-            dist.PrefixStore(plan.name, store),
-            group_name=c10d.GroupName(plan.name),
-            timeout=timedelta(seconds=plan.timeout_s),
-            backend_options=None,
-        )
+    process_group, _ = c10d._new_process_group_helper(
+        plan.world_size,
+        0,
+        [],
+        dist.Backend(plan.backend),
+        dist.PrefixStore(plan.name, store),
+        group_name=c10d.GroupName(plan.name),
+        timeout=timedelta(seconds=plan.timeout_s),
+        backend_options=None,
+    )
     c10d._world.pg_group_ranks[process_group] = {member: member for member in range(plan.world_size)}
     return process_group
-
-
-@contextmanager
-def _unbound_default_group() -> Iterator[None]:
-    """Hide the device of the trainer's default group, if there is one.
-
-    torch would split the communicator of a bound default group, which waits for all ranks of the trainer.
-    """
-    if not dist.is_initialized():
-        yield
-        return
-    default = dist.distributed_c10d._get_default_group()
-    device, default.bound_device_id = default.bound_device_id, None
-    try:
-        yield
-    finally:
-        default.bound_device_id = device
 
 
 # The engines' end

@@ -3,9 +3,6 @@
 import socket
 import weakref
 from collections.abc import Iterator
-from datetime import timedelta
-from types import SimpleNamespace
-from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -15,33 +12,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from megatron_rl.errors import EngineError
 from megatron_rl.weights import broadcast
-from megatron_rl.weights.broadcast import BroadcastPlan, BroadcastSender, join_as_sender
+from megatron_rl.weights.broadcast import BroadcastPlan, BroadcastSender
 from megatron_rl.weights.transport import WeightSpec
-
-
-class FakeNccl(c10d.ProcessGroupGloo):
-    """Torch's NCCL groups where there is no NCCL: the options of each that was made, in gloo's place."""
-
-    made: ClassVar[list[Any]] = []
-    Options = SimpleNamespace  # type: ignore[assignment]
-
-    def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
-        super().__init__(store, rank, size, timedelta(seconds=30))
-        self.made.append(options)
-
-
-@pytest.fixture
-def default_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[dist.ProcessGroup]:
-    """A trainer's default group that is bound to a device, as on GPUs."""
-    monkeypatch.setattr(FakeNccl, "made", [])
-    monkeypatch.setattr(c10d, "ProcessGroupNCCL", FakeNccl, raising=False)
-    monkeypatch.setattr(c10d, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(c10d, "_get_split_source", lambda group: "the trainer's communicator")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    group = c10d._get_default_group()
-    group.bound_device_id = torch.device("cuda", 0)
-    yield group
-    dist.destroy_process_group()
 
 
 def free_port() -> int:
@@ -50,27 +22,9 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def make_plan(backend: str = "gloo") -> BroadcastPlan:
-    group = {"address": "127.0.0.1", "port": free_port(), "world_size": 1, "name": "weights", "backend": backend}
+def make_plan() -> BroadcastPlan:
+    group = {"address": "127.0.0.1", "port": free_port(), "world_size": 1, "name": "weights", "backend": "gloo"}
     return BroadcastPlan(**group, buckets=BUCKETS, timeout_s=30.0)
-
-
-def test_the_group_of_a_sync_is_not_split_from_the_trainers(default_group: dist.ProcessGroup) -> None:
-    """To split, NCCL waits for all ranks of the trainer, of which only rank 0 joins."""
-    join_as_sender(make_plan(backend="nccl"), dist.HashStore())
-    (options,) = FakeNccl.made
-    assert "split_from" not in vars(options) or options.split_from is None
-    assert default_group.bound_device_id == torch.device("cuda", 0)
-
-
-def test_a_group_that_cannot_be_made_leaves_the_trainers_bound(default_group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise RuntimeError("no engines")
-
-    monkeypatch.setattr(c10d, "_new_process_group_helper", fail)
-    with pytest.raises(RuntimeError, match="no engines"):
-        join_as_sender(make_plan(backend="nccl"), dist.HashStore())
-    assert default_group.bound_device_id == torch.device("cuda", 0)
 
 
 class Source:
