@@ -12,7 +12,7 @@ NUM_STEPS = 4
 MODES = {
     "colocated": ("runtime.colocate=true",),
     "disk": ("weights.transport=disk", "weights.delta=true"),
-    "asynchronous": ("rollout.max_staleness=1", "weights.delta=true"),
+    "asynchronous": ("rollout.max_staleness=1", "objective.off_policy={mode: truncate, high: 2.0}", "weights.delta=true"),
     "two ranks": ("training.topology.num_ranks=2",),
 }
 
