@@ -104,7 +104,10 @@ def _no_signal(rows: Rows) -> Iterator[str]:
     if _is_barren(rows):
         yield f"{share:.0%} of groups have the reward {common} alone and teach nothing: {_why_barren(rows)}"
         return
-    above = 0.0 if common is None else float(common) - _newest(rows, "rollout/reward")
+    now, first = _newest(rows, "rollout/reward"), _values(rows, "rollout/reward")[:1]
+    if first and now < first[0] and _values(rows, "rollout/zero_variance_fraction")[0] <= ZERO_VARIANCE:
+        return  # the prompts were right, and training has spoilt the answers
+    above = 0.0 if common is None else float(common) - now
     kind = "harder" if above > 0 else "easier" if above < 0 else "other"
     yield f"{share:.0%} of groups have one reward and teach nothing: {kind} prompts, or objective.zero_variance: resample"
 

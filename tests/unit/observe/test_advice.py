@@ -103,6 +103,13 @@ def test_a_run_broken_on_purpose_has_its_cause_named(name: str) -> None:
     assert re.match(BROKEN[name], sentence)
 
 
+@pytest.mark.parametrize("name", BROKEN)
+def test_no_broken_run_is_told_to_change_its_prompts_meanwhile(name: str) -> None:
+    said = [advise({step: row for step, row in RUNS[name].items() if step <= last}) for last in RUNS[name]]
+    assert not [sentence for sentences in said for sentence in sentences if re.search("(harder|easier|other) prompts", sentence)]
+    assert min(number for number, sentences in enumerate(said) if sentences) <= 10
+
+
 def test_a_run_with_a_slowed_engine() -> None:
     """Rows of a run in which one of two engines had a quarter of its time."""
     (sentence,) = advise(RUNS["slow_engine"])
