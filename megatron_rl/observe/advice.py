@@ -137,9 +137,11 @@ def _common_reward(rows: Rows) -> str | None:
 
 
 def _is_barren(rows: Rows) -> bool:
-    """Return True where nearly all groups have the same reward, and none of it."""
+    """Return True where nearly all groups have one and the same reward of at most 0."""
     common, shares = _common_reward(rows), _one_reward(rows)
-    return common is not None and float(common) <= 0 and shares[common] > BARREN * len(_tail(rows))
+    # With roles a group has one reward for each of them.
+    most = max(len(_tail(rows)), sum(shares.values()))
+    return common is not None and float(common) <= 0 and shares[common] > BARREN * most
 
 
 def _is_solved(rows: Rows) -> bool:

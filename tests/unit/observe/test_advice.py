@@ -45,10 +45,11 @@ def changed(**values: float | Callable[[int, float], float]) -> Rows:
     return rows
 
 
-BARREN = changed(
-    **{"rollout__reward": -1.0, "rollout__zero_variance_fraction": 0.95, "rollout__zero_variance_fraction/-1.0": 0.95},
-    rollout__label_found_fraction=0.05,
-)
+BARREN = {
+    step: {name: value for name, value in row.items() if not name.startswith("rollout/zero_variance_fraction/")}
+    | {"rollout/zero_variance_fraction/-1.0": 0.95}
+    for step, row in changed(rollout__reward=-1.0, rollout__zero_variance_fraction=0.95, rollout__label_found_fraction=0.05).items()
+}
 WRONG: dict[str, tuple[Rows, str]] = {
     "reward calls": (changed(rollout__reward_timeouts=30), "6% of reward calls fail .* reward.timeout_s"),
     "trajectories": (changed(rollout__failures=64), "11% of trajectories are not made.* rollout.timeout_s"),
@@ -162,6 +163,12 @@ def test_no_reward_for_answers_that_are_cut_is_one_sentence() -> None:
     assert "95% of groups have the reward -1.0 alone" in sentence and "80% of responses do not end" in sentence
     found = {step: {**row, "rollout/label_found_fraction": 0.11} for step, row in BARREN.items()}
     assert "11% of answers have their label in them" in advise(found)[0]
+
+
+def test_two_roles_with_a_reward_each_are_not_without_reward() -> None:
+    roles = {step: {**row, "rollout/zero_variance_fraction/1.0": 0.95, "rollout/reward": 0.0} for step, row in BARREN.items()}
+    (sentence,) = advise(roles)
+    assert "95% of groups have one reward and teach nothing: " in sentence
 
 
 def rewarded(rewards: list[float], **others: float) -> Rows:
