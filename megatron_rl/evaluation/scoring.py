@@ -153,7 +153,8 @@ def _print(facts: Mapping[str, Any], samples: Mapping[str, Sample]) -> None:
     outcomes = [outcome.value for outcome in RewardOutcome]
     table = Table("reward", *outcomes, "mean", "calls/s")
     for each in facts["scores"]:
-        mean, pace = (f"{each[key]:.4g}" if each[key] else "" for key in ("mean", "calls_per_second"))
+        mean = "" if each["mean"] is None else f"{each['mean']:.4g}"
+        pace = f"{each['calls_per_second']:.4g}" if each["calls_per_second"] else ""
         table.add_row(each["name"], *(str(each["outcomes"].get(outcome, 0)) for outcome in outcomes), mean, pace)
     console.print(table)
     for each in facts["scores"]:

@@ -4,6 +4,7 @@ Order: liveness, then learning, and tuning only where neither has anything to sa
 medians of the newest rows, so that no single step speaks.
 """
 
+import itertools
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +15,8 @@ Rows = Mapping[int, Mapping[str, float]]
 NEWEST, FEWEST_ROWS, FEWEST_OF_A_TREND = 5, 3, 12
 """Rows of a share, rows without which nothing is said, and those of a comparison of the run's ends."""
 ABORTED, ZERO_VARIANCE, TRUNCATED, KV_USE, SLOW_ENGINE, REWARD_SHARE = 0.05, 0.5, 0.25, 0.9, 2.0, 0.5
-ENTROPY_LEFT, PARITY_GROWTH, LENGTH_GROWTH, WAIT_SHARE, STALE = 0.15, 3.0, 2.0, 0.8, 0.1
+BARREN, LABELS_FOUND, LOST, NOISES, EFFECTIVE = 0.9, 0.1, 0.25, 3.0, 0.5
+ENTROPY_LEFT, ENTROPY_LEFT_ALIKE, PARITY_GROWTH, LENGTH_GROWTH, WAIT_SHARE, STALE = 0.15, 0.4, 3.0, 2.0, 0.8, 0.1
 """Bounds: shares of 1, or the newest rows over the first ones."""
 
 
@@ -55,24 +57,106 @@ def _liveness(rows: Rows, waits: Sequence[WaitState]) -> Iterator[str]:
 
 
 def _learning(rows: Rows) -> Iterator[str]:
-    if (share := _newest(rows, "rollout/zero_variance_fraction")) > ZERO_VARIANCE:
-        prefix = "rollout/zero_variance_fraction/"
-        rewards = {name.removeprefix(prefix) for row in _tail(rows) for name in row if name.startswith(prefix)}
-        # The reward that most of these groups have.
-        common = max(rewards, key=lambda reward: _total(rows, f"{prefix}{reward}"), default=None)
-        kind = "other" if common is None else "harder" if float(common) > _newest(rows, "rollout/reward") else "easier"
-        fix = f"{kind} prompts, or objective.zero_variance: resample"
-        yield f"{share:.0%} of groups have one reward and teach nothing: {fix}"
-    if (share := _newest(rows, "rollout/truncated_fraction")) > TRUNCATED:
+    # Each has the next ones as consequences.
+    yield from [*_off_policy(rows), *_collapse(rows)] or [*_lost_reward(rows)] or _no_signal(rows)
+    if (share := _newest(rows, "rollout/truncated_fraction")) > TRUNCATED and not _is_barren(rows):
         yield f"{share:.0%} of responses are cut by the token budget: raise rollout.sampling.max_response_tokens"
-    if 0 < _growth(rows, "train/entropy") < ENTROPY_LEFT:
-        left, fix = _growth(rows, "train/entropy"), "raise objective.policy_loss.high, or lower training.optimizer.lr"
-        yield f"entropy has collapsed to {left:.0%} of the first steps': {fix}"
     if (growth := _growth(rows, "rollout/response_length")) > LENGTH_GROWTH and not _gain(rows, "rollout/reward") > 0:
         fix = "bound them by the reward or objective.aggregation"
         yield f"responses are {growth:.1f} times as long as at first without more reward: {fix}"
     if (share := _newest(rows, "rollout/stale_context_fraction")) > STALE:
         yield f"{share:.0%} of tokens are too old to be trained on: raise rollout.max_staleness"
+
+
+def _lost_reward(rows: Rows) -> Iterator[str]:
+    """Yield a sentence where the newest rewards are below earlier ones by far more than from step to step."""
+    rewards = _values(rows, "rollout/reward")
+    if len(rewards) < NEWEST + FEWEST_ROWS:
+        return
+    medians = [statistics.median(rewards[first : first + NEWEST]) for first in range(len(rewards) - NEWEST + 1)]
+    best, now = max(medians), medians[-1]
+    noise = statistics.median(abs(after - before) for before, after in itertools.pairwise(rewards))
+    if best - now > max(LOST * abs(best), NOISES * noise):
+        yield f"the reward has fallen from {best:.3g} to {now:.3g}: lower training.optimizer.lr{_lr(rows)}"
+
+
+def _off_policy(rows: Rows) -> Iterator[str]:
+    age, square = _newest(rows, "rollout/staleness"), _newest(rows, "train/off_policy_ratio_square")
+    if age > 0 and square > 1 / EFFECTIVE:
+        what = f"tokens made {age:.1f} versions ago are worth {1 / square:.0%} of their number, so far has the policy moved"
+        yield f"{what}: lower rollout.max_staleness or training.optimizer.lr{_lr(rows)}"
+
+
+def _collapse(rows: Rows) -> Iterator[str]:
+    alike = _newest(rows, "rollout/zero_variance_fraction") > ZERO_VARIANCE
+    # Supervised training has no reward, and learns to be sure.
+    if not _values(rows, "rollout/reward") or _is_solved(rows):
+        return
+    if 0 < (left := _growth(rows, "train/entropy")) < (ENTROPY_LEFT_ALIKE if alike else ENTROPY_LEFT):
+        fix = f"raise objective.policy_loss.high or objective.entropy.coef, or lower training.optimizer.lr{_lr(rows)}"
+        yield f"entropy has collapsed to {left:.0%} of the first steps': {fix}"
+
+
+def _no_signal(rows: Rows) -> Iterator[str]:
+    share, common = _newest(rows, "rollout/zero_variance_fraction"), _common_reward(rows)
+    if not share > ZERO_VARIANCE or _is_solved(rows):
+        return
+    if _is_barren(rows):
+        yield f"{share:.0%} of groups have the reward {common} alone and teach nothing: {_why_barren(rows)}"
+        return
+    now, first = _newest(rows, "rollout/reward"), _values(rows, "rollout/reward")[:1]
+    if first and now < first[0] and _values(rows, "rollout/zero_variance_fraction")[0] <= ZERO_VARIANCE:
+        return  # the prompts were right, and training has spoilt the answers
+    above = 0.0 if common is None else float(common) - now
+    kind = "harder" if above > 0 else "easier" if above < 0 else "other"
+    yield f"{share:.0%} of groups have one reward and teach nothing: {kind} prompts, or objective.zero_variance: resample"
+
+
+def _why_barren(rows: Rows) -> str:
+    """Return the likeliest cause of no reward for nearly all answers, with its setting."""
+    cut, found = _newest(rows, "rollout/truncated_fraction"), _newest(rows, "rollout/label_found_fraction")
+    if cut > TRUNCATED:
+        fix = "mend data.prompt_key or the chat template where prompts lack their end, or raise rollout.sampling.max_response_tokens"
+        return f"{cut:.0%} of responses do not end; {fix}"
+    if found > LABELS_FOUND:
+        return f"{found:.0%} of answers have their label in them; mend reward.function where `megatron-rl samples` shows right ones"
+    if math.isnan(found):
+        return "no prompt has a label; set data.label_key, or mend reward.function where it needs none"
+    return "look at `megatron-rl samples`; mend data.prompt_key, the chat template or data.label_key, or take easier prompts"
+
+
+def _one_reward(rows: Rows) -> dict[str, float]:
+    """Return the rewards of groups with one reward, rounded to a tenth, and their weight in the newest rows."""
+    prefix = "rollout/zero_variance_fraction/"
+    return {name.removeprefix(prefix): _total(rows, name) for row in _tail(rows) for name in row if name.startswith(prefix)}
+
+
+def _common_reward(rows: Rows) -> str | None:
+    shares = _one_reward(rows)
+    return max(shares, key=lambda reward: shares[reward], default=None)
+
+
+def _is_barren(rows: Rows) -> bool:
+    """Return True where nearly all groups have one and the same reward of at most 0."""
+    common, shares = _common_reward(rows), _one_reward(rows)
+    # With roles a group has one reward for each of them.
+    most = max(len(_tail(rows)), sum(shares.values()))
+    return common is not None and float(common) <= 0 and shares[common] > BARREN * most
+
+
+def _is_solved(rows: Rows) -> bool:
+    """Return True where the run itself has brought groups to one reward, nearly all of them to a higher one than at first."""
+    rewards, shares, alike = _values(rows, "rollout/reward"), _one_reward(rows), _values(rows, "rollout/zero_variance_fraction")
+    if not rewards or not alike or not alike[0] <= ZERO_VARIANCE < _newest(rows, "rollout/zero_variance_fraction"):
+        return False
+    high = sum(share for reward, share in shares.items() if float(reward) > rewards[0])
+    return _newest(rows, "rollout/reward") > rewards[0] and high > BARREN * sum(shares.values())
+
+
+def _lr(rows: Rows) -> str:
+    """Return the learning rate in brackets, where it is known."""
+    rate = _newest(rows, "train/lr")
+    return "" if math.isnan(rate) else f" ({rate:.2g} now)"
 
 
 def _tuning(rows: Rows) -> Iterator[str]:

@@ -117,7 +117,7 @@ def _rewards(group: Group) -> set[tuple[str | None, float]]:
 
 
 def _reward_metrics(samples: Sequence[Sample]) -> dict[str, Metric]:
-    """Return the mean reward of the scored `samples`, the components, and two kinds of failure."""
+    """Return the mean reward of the scored `samples`, the components, two kinds of failure, and the share with their label."""
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     scored = [reward for reward in rewards if reward.outcome is RewardOutcome.SCORED]
     metrics: dict[str, Metric] = {
@@ -126,6 +126,8 @@ def _reward_metrics(samples: Sequence[Sample]) -> dict[str, Metric]:
         "rollout/reward_errors": Sum(sum(reward.outcome is RewardOutcome.ERROR for reward in rewards)),
         "rollout/reward_timeouts": Sum(sum(reward.outcome is RewardOutcome.TIMEOUT for reward in rewards)),
     }
+    labelled = [(sample.prompt.label, sample.response_text) for sample in samples if sample.prompt.label]
+    metrics["rollout/label_found_fraction"] = Mean(sum(label in text for label, text in labelled), len(labelled))
     by_role = {sample.role: [each.reward for each in samples if each.role == sample.role] for sample in samples if sample.role is not None}
     for role, given in sorted(by_role.items()):
         values = [reward.value for reward in given if reward is not None and reward.value is not None]

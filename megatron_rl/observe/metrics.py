@@ -104,6 +104,7 @@ _TABLE: tuple[tuple[str, type[Metric], str, str, str], ...] = (
     ("rollout/role_reward/*", Mean, "reward", "Reward of the trajectories of one role", "rises, if more slowly than others"),
     ("rollout/reward_errors", Sum, "samples", "Reward calls that raised; not trained on", "0; the first traceback is in the log"),
     ("rollout/reward_failed_fraction", Mean, "fraction", "Reward calls with an error or a timeout", "< 0.01; see logs/rewards.log"),
+    ("rollout/label_found_fraction", Mean, "fraction", "Responses that have their label in them", "rises; far above the reward: mend it"),
     ("rollout/reward_timeouts", Sum, "samples", "Reward calls killed at their deadline; not trained on", "0; raise reward.timeout_s"),
     ("rollout/zero_variance_fraction", Mean, "fraction", "Groups with one reward throughout", "< 0.5; above: other prompts"),
     ("rollout/zero_variance_fraction/*", Mean, "fraction", "Those of them with one reward, rounded to a tenth", "0.0: easier prompts"),

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from megatron_rl.config.load import load_settings
 from megatron_rl.errors import UserError, sized
+from megatron_rl.observe.advice import advise
 from megatron_rl.observe.groups_of_interest import Answer, GroupFacts, facts, labels
 from megatron_rl.observe.sinks import METRICS_FILE, read_metrics
 from megatron_rl.observe.summary import REPORT_FILE, read_summary
@@ -93,6 +94,7 @@ def _page(directory: Path, steps: Steps, picture: bytes, *, title: str, marked: 
         script=(own / "page.js").read_text("utf-8"),
         scripts=None if charts is None else charts.scripts(),
         facts=_visible(run_facts.run_facts(directory, summary, settings, steps)),
+        advice=[visible(sentence) for sentence in advise(steps)],
         go_on=visible(summary.go_on) if summary is not None else "",
         left_out=[visible(reason) for reason in left_out],
         evaluations=_visible(evaluated),

@@ -11,13 +11,17 @@ from megatron_rl.checkpoints.run_checkpoints import POLICY_LINK, SETTINGS_FILE, 
 from megatron_rl.config.settings import RunSettings
 from megatron_rl.errors import UserError, counted
 from megatron_rl.evaluation.evaluator import SetResult
+from megatron_rl.observe.advice import advise
 from megatron_rl.observe.console import PhaseProgress, RunConsole
 from megatron_rl.observe.memory import PeakMemory
 from megatron_rl.observe.metrics import Max, Mean, Metric, merge_metrics, metric_values
-from megatron_rl.observe.sinks import METRICS_FILE, Sinks
+from megatron_rl.observe.sinks import METRICS_FILE, Sinks, read_metrics
 from megatron_rl.observe.summary import FINISHED, REPORT_FILE, Summary, write_summary
 from megatron_rl.observe.timing import PhaseTimer
 from megatron_rl.runtime.supervisor import begin_command, run_command
+
+_MOST_ADVICE = 3
+"""Sentences at the end of a run; `megatron-rl status` has all of them."""
 
 
 class RunRecords:
@@ -124,16 +128,19 @@ class RunRecords:
         self.say(f"finished after {counted(steps, 'step')}", *lines, f"{'go on':<8} {go_on}")
 
     def write_outcome(self, status: str, *, steps: int, go_on: str = "") -> None:
-        """Write the summary, and the report in a process of its own."""
+        """Write the summary, and the report in a process of its own; print the most urgent advice, if any."""
         self.write_summary(status, steps=steps, go_on=go_on)
-        if not (self._run.directory / METRICS_FILE).exists():
+        rows, advice = self._run.directory / METRICS_FILE, tuple[str, ...]()
+        if not rows.exists():
             return
         with self._console.phase("report"):
             self.end_report()
             try:
+                advice = advise(read_metrics(rows))
                 run_command("report", self._run.directory)
             except UserError as error:
                 self.say(f"there is no report: {error}")
+        self.say(*(f"! {sentence}" for sentence in advice[:_MOST_ADVICE]))
 
     def write_summary(self, status: str, *, steps: int, go_on: str = "") -> None:
         """Write the outcome after `steps` trained steps, with the command that continues the run."""

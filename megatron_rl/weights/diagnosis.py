@@ -84,10 +84,19 @@ def changed_samples(batch: TrainBatch, log_probs: LogProbs, *, version: int, tem
         both = mask & np.roll(mask, shift)
         if agree(engine_T[both], np.roll(trainer_T, shift)[both]):
             return f"log-probs beside their tokens, since they agree with those of the token {'before' if shift > 0 else 'after'}"
-    alike = float(np.corrcoef(engine_T[mask], trainer_T[mask])[0, 1])
+    if mask.sum() > 1 and np.ptp(engine_T[mask]) == 0:
+        return f"log-probs that were not measured, since all {mask.sum()} are {engine_T[mask][0]:.3g}"
+    alike = correlation(engine_T[mask], trainer_T[mask])
     if alike > 0.9:
         return f"log-probs that were changed a little, since those of engine and trainer have a correlation of {alike:.3f}"
     return f"other tokens than those that were scored (shuffled, replaced), since log-probs have a correlation of {alike:.2f} alone"
+
+
+def correlation(first_T: Floats, second_T: Floats) -> float:
+    """Return Pearson's correlation of two arrays [T], 0 where one of them is constant."""
+    if not (np.ptp(first_T) and np.ptp(second_T)):
+        return 0.0
+    return float(np.corrcoef(first_T, second_T)[0, 1])
 
 
 def _reversed(batch: TrainBatch) -> TrainBatch:

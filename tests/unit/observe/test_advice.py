@@ -1,6 +1,6 @@
 """Advice on recorded rows: none on healthy runs, one sentence with a setting on each thing that is wrong.
 
-tests/data/rows/runs.json has rows of real runs: three healthy ones, and ones that were slowed on purpose.
+tests/data/rows/runs.json has rows of real runs: healthy ones, one with a slowed engine, and those of examples/troubleshooting.
 """
 
 import json
@@ -22,7 +22,16 @@ RUNS: dict[str, Rows] = {
     name: {int(step): row for step, row in rows.items()}
     for name, rows in json.loads((Path(__file__).parents[2] / "data" / "rows" / "runs.json").read_text()).items()
 }
-HEALTHY = ("synchronous", "asynchronous", "reasoning")
+HEALTHY = ("synchronous", "asynchronous", "reasoning", "supervised", "solved")
+BROKEN = {
+    "wrong_template": r"9\d% of groups have the reward 0.0 alone .*: 8\d% of responses do not end; mend data.prompt_key or the chat",
+    "no_label": "100% of groups have the reward 0.0 alone .*: no prompt has a label; set data.label_key",
+    "blind_reward": r"100% of groups have the reward 0.0 alone .*: \d\d% of answers have their label in them; mend reward.function",
+    "high_rate": r"the reward has fallen from 0.462 to 0.127: lower training.optimizer.lr \(0.005 now\)",
+    "collapse": "entropy has collapsed to 22% of the first steps': .*objective.entropy.coef",
+    "stale": "tokens made 2.5 versions ago are worth 28% of their number.*: lower rollout.max_staleness or training.optimizer.lr",
+}
+"""What is said of the runs of examples/troubleshooting, whose page repeats it."""
 LATE = WaitState(name="training of step 9", owners=("Megatron rank 1",), seconds=60, usual_s=5, deadline_s=3600, late=True)
 
 
@@ -36,6 +45,11 @@ def changed(**values: float | Callable[[int, float], float]) -> Rows:
     return rows
 
 
+BARREN = {
+    step: {name: value for name, value in row.items() if not name.startswith("rollout/zero_variance_fraction/")}
+    | {"rollout/zero_variance_fraction/-1.0": 0.95}
+    for step, row in changed(rollout__reward=-1.0, rollout__zero_variance_fraction=0.95, rollout__label_found_fraction=0.05).items()
+}
 WRONG: dict[str, tuple[Rows, str]] = {
     "reward calls": (changed(rollout__reward_timeouts=30), "6% of reward calls fail .* reward.timeout_s"),
     "trajectories": (changed(rollout__failures=64), "11% of trajectories are not made.* rollout.timeout_s"),
@@ -47,6 +61,11 @@ WRONG: dict[str, tuple[Rows, str]] = {
         changed(**{"rollout__zero_variance_fraction": 0.6, "rollout__zero_variance_fraction/1.0": 0.5}),
         "60% of groups have one reward.* harder prompts, or objective.zero_variance",
     ),
+    "all alike": (
+        changed(**{"rollout__reward": 0.5, "rollout__zero_variance_fraction": 1.0, "rollout__zero_variance_fraction/0.5": 1.0}),
+        "100% of groups have one reward.* other prompts, or objective.zero_variance",
+    ),
+    "no reward": (BARREN, "look at `megatron-rl samples`; mend data.prompt_key, the chat template or data.label_key, or take easier"),
     "too hard": (
         changed(**{"rollout__zero_variance_fraction": 0.6, "rollout__zero_variance_fraction/0.0": 0.5}),
         "60% of groups have one reward.* easier prompts",
@@ -77,6 +96,19 @@ WRONG: dict[str, tuple[Rows, str]] = {
 @pytest.mark.parametrize("name", HEALTHY)
 def test_a_healthy_run_gets_no_advice(name: str) -> None:
     assert len(RUNS[name]) > 10 and advise(RUNS[name]) == ()
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_run_broken_on_purpose_has_its_cause_named(name: str) -> None:
+    (sentence,) = advise(RUNS[name])
+    assert re.match(BROKEN[name], sentence)
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_no_broken_run_is_told_to_change_its_prompts_meanwhile(name: str) -> None:
+    said = [advise({step: row for step, row in RUNS[name].items() if step <= last}) for last in RUNS[name]]
+    assert not [sentence for sentences in said for sentence in sentences if re.search("(harder|easier|other) prompts", sentence)]
+    assert min(number for number, sentences in enumerate(said) if sentences) <= 10
 
 
 def test_a_run_with_a_slowed_engine() -> None:
@@ -123,3 +155,56 @@ def test_few_rows_and_missing_numbers_say_nothing() -> None:
 
 def test_the_row_before_the_first_step_is_none_of_them() -> None:
     assert advise({0: {"engine/restarts": 3.0, "rollout/num_samples": 1.0}}) == ()
+
+
+def test_no_reward_for_answers_that_are_cut_is_one_sentence() -> None:
+    cut = {step: {**row, "rollout/truncated_fraction": 0.8, "rollout/label_found_fraction": 0.9} for step, row in BARREN.items()}
+    (sentence,) = advise(cut)
+    assert "95% of groups have the reward -1.0 alone" in sentence and "80% of responses do not end" in sentence
+    found = {step: {**row, "rollout/label_found_fraction": 0.11} for step, row in BARREN.items()}
+    assert "11% of answers have their label in them" in advise(found)[0]
+
+
+def test_two_roles_with_a_reward_each_are_not_without_reward() -> None:
+    roles = {step: {**row, "rollout/zero_variance_fraction/1.0": 0.95, "rollout/reward": 0.0} for step, row in BARREN.items()}
+    (sentence,) = advise(roles)
+    assert "95% of groups have one reward and teach nothing: " in sentence
+
+
+def rewarded(rewards: list[float], **others: float) -> Rows:
+    """Rows with these rewards, and other metrics whose names have - for /."""
+    extra = {name.replace("__", "/", 1): value for name, value in others.items()}
+    return {step: {"rollout/reward": reward, **extra} for step, reward in enumerate(rewards, start=1)}
+
+
+def test_a_reward_has_fallen_by_more_than_its_noise() -> None:
+    """By medians of five: from 0.8 to 0.5 a quarter of 0.8 is lost, and three times the median change of 0.1 are not."""
+    assert advise(rewarded([0.8] * 5 + [0.5] * 5))[0].startswith("the reward has fallen from 0.8 to 0.5: lower training.optimizer.lr")
+    assert advise(rewarded([0.8] * 5 + [0.61] * 5)) == (), "less than a quarter"
+    assert advise(rewarded([0.3, 0.2, 0.3, 0.2, 0.3, 0.1, 0.0, 0.1, 0.0, 0.1])) == (), "0.2 with a noise of 0.1"
+    assert advise(rewarded([-1.0] * 5 + [-1.5] * 5)) and advise(rewarded([-1.0] * 5 + [-1.2] * 5)) == ()
+    assert advise(rewarded([0.1] * 5 + [0.9] * 5 + [0.2] * 3))[0].startswith("the reward has fallen from 0.9 to 0.2")
+    assert advise(rewarded([0.8] * 5 + [0.1] * 2)) == () == advise(rewarded([0.1] * 5 + [0.9] * 5))
+
+
+def test_old_tokens_have_the_share_that_the_ratios_leave() -> None:
+    """1 / mean square is the effective share of samples: 1 / 2.5 = 40 %."""
+    old = rewarded([0.8] * 5 + [0.1] * 5, rollout__staleness=3.0, train__off_policy_ratio_square=2.5, train__lr=3e-4)
+    (sentence,) = advise(old)
+    assert "tokens made 3.0 versions ago are worth 40% of" in sentence and "(0.0003 now)" in sentence
+    assert "fallen" in advise({step: {**row, "rollout/staleness": 0.0} for step, row in old.items()})[0]
+    assert "fallen" in advise({step: {**row, "train/off_policy_ratio_square": 1.9} for step, row in old.items()})[0]
+
+
+def test_an_entropy_may_fall_with_a_reward_that_rises() -> None:
+    """To 20 % of the first: nothing on most groups, a collapse where groups have one reward, and none where the run solved them."""
+    falling = changed(train__entropy=lambda step, _: 0.2 if step > 5 else 1.0)
+    assert advise(falling) == ()
+
+    def alike(reward: str) -> Rows:
+        shares = {"rollout/zero_variance_fraction": 0.6, f"rollout/zero_variance_fraction/{reward}": 0.6}
+        return {step: {**row, **(shares if step > 5 else {})} for step, row in falling.items()}
+
+    assert advise(alike("1.0")) == ()
+    (sentence,) = advise(alike("0.0"))
+    assert "entropy has collapsed to 20%" in sentence and "objective.entropy.coef" in sentence

@@ -42,6 +42,18 @@ def test_failed_rewards_are_counted_and_not_averaged() -> None:
     assert values["rollout/num_samples"] == 4
 
 
+def test_responses_with_their_label_are_counted_among_those_with_one() -> None:
+    texts = [("12", "it is 12, or 13"), ("12", "it is 21"), ("", "any"), (None, "any"), ("a b", "a b")]
+    samples = tuple(
+        replace(sample(scored(0.0)), index=index, prompt=replace(PROMPT, label=label), response_text=text)
+        for index, (label, text) in enumerate(texts)
+    )
+    metrics = rollout_metrics([Group("p", PROMPT, samples)], version=4)
+    check_metrics(metrics)
+    assert metric_values(metrics)["rollout/label_found_fraction"] == pytest.approx(2 / 3)
+    assert "rollout/label_found_fraction" not in metric_values(rollout_metrics([Group("p", PROMPT, samples[2:4])], version=4))
+
+
 def test_lengths_truncation_and_staleness() -> None:
     samples = (sample(scored(0), length=3, stop=StopReason.LENGTH, version=2), sample(scored(1), length=1))
     metrics = rollout_metrics([Group("p", PROMPT, samples)], version=4)

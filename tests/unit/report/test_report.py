@@ -1,6 +1,7 @@
 import base64
 import json
 import math
+import re
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -84,6 +85,18 @@ def test_a_last_value_beyond_its_healthy_range_is_marked(tmp_path: Path) -> None
     page = report_run(tmp_path).read_text()
     assert "<td>rollout/truncated_fraction</td><td>1</td><td>1 \N{WARNING SIGN}</td>" in page
     assert page.count("\N{WARNING SIGN}") == 1
+
+
+def test_advice_of_the_steps_shown_stands_in_the_overview(tmp_path: Path) -> None:
+    with Sinks(tmp_path, ObserveSettings()) as sinks:
+        for step in range(1, 11):
+            sinks.log(step, {"rollout/reward": 0.5, "rollout/truncated_fraction": 0.9 if step > 5 else 0.0})
+    page = report_run(tmp_path).read_text()
+    (advice,) = re.findall(r'<ul id="advice">(.*?)</ul>', page)
+    (sentence,) = re.findall("<li>(.*?)</li>", advice)
+    assert "90% of responses" in sentence and "rollout.sampling.max_response_tokens" in sentence
+    assert page.index('<h1 id="overview">') < page.index(advice) < page.index('<h2 id="curves">')
+    assert 'id="advice"' not in report_run(tmp_path, between=(1, 5)).read_text(), "a healthy part of the run"
 
 
 def test_rewards_beyond_accuracies_get_an_axis_that_holds_them() -> None:

@@ -1,6 +1,7 @@
 """Each cause, made on purpose in a real tiny model, and the diagnosis: log-probs are recomputed, none is invented."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from megatron_rl.data.batch import batch_from_sequences
 from megatron_rl.errors import ParityError
 from megatron_rl.system.frozen_arrays import Candidates
 from megatron_rl.types import Floats, TrainBatch
-from megatron_rl.weights.diagnosis import changed_samples, likeliest, weights_apart
+from megatron_rl.weights.diagnosis import changed_samples, correlation, likeliest, weights_apart
 from megatron_rl.weights.parity import SampledProbe, check_probe
 
 
@@ -169,6 +170,7 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "log-probs 0": (lambda ids, values: (ids, values * (ids[0] % 2)), "log-probs that are missing"),
     "log-probs one early": (lambda ids, values: (ids, np.append(values[1:], -1.0)), "those of the token after"),
     "log-probs one late": (lambda ids, values: (ids, np.append(-1.0, values[:-1])), "those of the token before"),
+    "log-probs alike": (lambda ids, values: (ids, np.full_like(values, -1.5)), "log-probs that were not measured, since all 150 are -1.5"),
     "noise": (lambda ids, values: (ids, values + np.random.default_rng(0).normal(0, 0.02, len(ids))), "changed a little"),
 }
 
@@ -192,6 +194,21 @@ def test_the_change_of_samples_is_named(edited: Callable[..., Model]) -> None:
     assert {name: text for name, text in found.items() if CHANGES[name][1] not in text} == {}
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_a_correlation_is_that_of_a_loop() -> None:
+    first, second = np.array([-0.5, -3.0, -0.25, -7.0], np.float32), np.array([-0.75, -2.0, -0.5, -1.0], np.float32)
+    means = [math.fsum(map(float, row)) / 4 for row in (first, second)]
+    moments = [0.0, 0.0, 0.0]
+    for one, other in zip(first.tolist(), second.tolist(), strict=True):
+        apart = one - means[0], other - means[1]
+        moments = [moments[0] + apart[0] * apart[1], moments[1] + apart[0] ** 2, moments[2] + apart[1] ** 2]
+    assert correlation(first, second) == pytest.approx(moments[0] / math.sqrt(moments[1] * moments[2]), abs=1e-12)
+    for constant in (np.full(4, -0.1, np.float32), np.zeros(4, np.float32)):
+        assert correlation(first, constant) == correlation(constant, first) == 0
+    assert correlation(first[:1], second[:1]) == 0
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_candidates_go_with_reversed_tokens_and_not_with_scores() -> None:
     own = [Candidates(np.array([4, 9, 5, 6, 9]), np.array([2, 1, 2])), Candidates(np.array([7, 8, 9]), np.array([1, 2]))]
     batch = batch_from_sequences(
@@ -205,7 +222,7 @@ def test_candidates_go_with_reversed_tokens_and_not_with_scores() -> None:
         # Above and below those of the engine in turn, at any temperature.
         return np.where(np.arange(len(batch.tokens)) % 2, -0.5, -1.5).astype(np.float32)
 
-    changed_samples(batch, log_probs, version=4, temperature=0.8, limits=FLOAT32)
+    assert "not measured, since all 5 are -1" in changed_samples(batch, log_probs, version=4, temperature=0.8, limits=FLOAT32)
     (turned,) = [each for each, _ in asked if each.tokens.tolist() == [1, 2, 6, 5, 4, 3, 8, 7]]
     assert turned.candidates is not None
     assert (turned.candidates.ids.tolist(), turned.candidates.counts.tolist()) == ([6, 9, 5, 4, 9, 8, 9, 7], [0, 0, 2, 1, 2, 0, 2, 1])
