@@ -19,10 +19,11 @@ import torch
 
 from megatron_rl.algorithms.objective import Objective
 from megatron_rl.algorithms.plug_in import PlugInAdvantage, PlugInLoss
-from megatron_rl.config.checks import gpu_contradictions, setting_notes
+from megatron_rl.config.checks import setting_notes
 from megatron_rl.config.data_settings import DataSettings
 from megatron_rl.config.derived import reward_workers
 from megatron_rl.config.eval_sets import EvalSettings
+from megatron_rl.config.gpus import check_on_gpus
 from megatron_rl.config.messages import joined_error
 from megatron_rl.config.settings import (
     ModelSettings,
@@ -64,7 +65,7 @@ with quiet_megatron_imports():
     from megatron_rl.models.config_json import read_config
     from megatron_rl.models.read_spec import read_model_spec
     from megatron_rl.models.weight_table import tensor_shapes
-    from megatron_rl.runtime.resumption import resumption_checks
+    from megatron_rl.runtime.resumption import check_run_directory, resumption_checks
     from megatron_rl.runtime.target import Target, find_target, no_gpu
     from megatron_rl.training.critic import critic_optimizer
     from megatron_rl.training.model_check import check_layout, check_model, check_tokens
@@ -79,8 +80,6 @@ OPTIMIZER_BYTES = 12
 RANK_BYTES = int(0.5 * GIB)
 ENGINE_BYTES = int(1.6 * GIB)
 """What a Megatron rank and an SGLang server take on the CPU before any weight, mostly imported code."""
-START_FILES = ("settings.yaml", "run.lock", "buffer.sqlite", "logs", "engine-", ".engine-", "status.json", ".status.json.")
-"""What a start writes before the first step. A directory with nothing else is that of a start that failed, and may be used again."""
 Checks: TypeAlias = list[Callable[[], list[str] | None]]
 """Each returns notes, if any, and raises UserError for a problem."""
 
@@ -179,27 +178,6 @@ def _run_checks(checks: Checks, notes: list[str]) -> list[str]:
     return notes
 
 
-def check_run_directory(directory: Path, *, resume: bool) -> list[str]:
-    """Refuse an unwritable directory or one with another run; return a note without a run to resume."""
-    for folder in (directory, *directory.absolute().parents):
-        if (folder.exists() or folder.is_symlink()) and not folder.is_dir():
-            kind = "a file" if folder.exists() else "a link to nothing"
-            raise UserError(f"run.directory is {directory}, but {folder} is {kind}; choose another directory")
-        if folder.is_dir():
-            if not os.access(folder, os.W_OK | os.X_OK):
-                raise UserError(
-                    f"run.directory is {directory}, but {folder} is not writable; choose another directory, or mend its permissions"
-                )
-            break
-    present = directory.is_dir() and any(not path.name.startswith(START_FILES) for path in directory.iterdir())
-    if present and not resume:
-        raise UserError(
-            f"run.directory {directory} holds a run already, needs an empty or new directory; continue that run with --resume, "
-            f"or set another run.directory"
-        )
-    return [f"there is nothing to resume in {directory}: a new run starts"] if resume and not present else []
-
-
 def _check_model(model: ModelSettings, training: TrainingSettings, target: Target) -> None:
     dtype = model_dtype(model, target.device)
     spec = read_model_spec(model.path)
@@ -267,12 +245,6 @@ def _check_rows(data: DataSettings, evaluation: EvalSettings, model: Path, rewar
             if settings is reward:
                 asyncio.run(check_gold(prompts, settings, score=runner.score, sets=evaluation.sets))
     return list(prompts.notes)
-
-
-def check_on_gpus(settings: Settings) -> None:
-    """Raise UserError for settings in conflict on GPUs."""
-    if wrong := gpu_contradictions(settings, environment=os.environ):
-        raise joined_error(wrong, origin="on GPUs")
 
 
 def _check_rollout(rollout: RolloutSettings, model: Path, *, directory: Path, replays: bool) -> None:

@@ -1,4 +1,4 @@
-"""The checkpoint for `--resume`, and faults visible by names, sizes and settings.
+"""The run directory before a start: the checkpoint for `--resume`, and faults visible by names, sizes and settings.
 
 Nothing is hashed or started.
 """
@@ -84,6 +84,31 @@ def check_is_not_a_copy(config: Path | None, directory: Path) -> None:
             f"--resume was given with {config}, which lies in a run's directory and names another as run.directory, {directory}; add "
             f"run.directory={place} to continue the run here, or give {directory / SETTINGS_FILE} to continue that one"
         )
+
+
+START_FILES = ("settings.yaml", "run.lock", "buffer.sqlite", "logs", "engine-", ".engine-", "status.json", ".status.json.")
+"""What a start writes before the first step. A directory with nothing else is that of a start that failed, and may be used again."""
+
+
+def check_run_directory(directory: Path, *, resume: bool) -> list[str]:
+    """Refuse an unwritable directory or one with another run; return a note without a run to resume."""
+    for folder in (directory, *directory.absolute().parents):
+        if (folder.exists() or folder.is_symlink()) and not folder.is_dir():
+            kind = "a file" if folder.exists() else "a link to nothing"
+            raise UserError(f"run.directory is {directory}, but {folder} is {kind}; choose another directory")
+        if folder.is_dir():
+            if not os.access(folder, os.W_OK | os.X_OK):
+                raise UserError(
+                    f"run.directory is {directory}, but {folder} is not writable; choose another directory, or mend its permissions"
+                )
+            break
+    present = directory.is_dir() and any(not path.name.startswith(START_FILES) for path in directory.iterdir())
+    if present and not resume:
+        raise UserError(
+            f"run.directory {directory} holds a run already, needs an empty or new directory; continue that run with --resume, "
+            f"or set another run.directory"
+        )
+    return [f"there is nothing to resume in {directory}: a new run starts"] if resume and not present else []
 
 
 def resumption_checks(run: RunSettings, model: Path, *, has_buffer: bool) -> list[Callable[[], list[str] | None]]:

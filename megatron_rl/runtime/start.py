@@ -19,6 +19,7 @@ import ray
 
 from megatron_rl.checkpoints.run_checkpoints import LOCK_FILE, naming_the_way_around, newest_checkpoint
 from megatron_rl.config.derived import dtype_name, sync_deadline_s
+from megatron_rl.config.gpus import check_on_gpus
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.buffer import BUFFER_FILE
 from megatron_rl.data.source import RunPrompts
@@ -35,7 +36,6 @@ from megatron_rl.runtime.engine_model import EngineModel, make_model
 from megatron_rl.runtime.engine_returns import EngineReturns
 from megatron_rl.runtime.engines import EngineGroup
 from megatron_rl.runtime.placement import Needs
-from megatron_rl.runtime.preflight import check_on_gpus
 from megatron_rl.runtime.ray_session import ray_cluster
 from megatron_rl.runtime.replay_run import ReplayRun, open_record
 from megatron_rl.runtime.run import RolloutRun, Run
