@@ -34,7 +34,7 @@ from megatron_rl.engines.engine_pool import Urgency
 from megatron_rl.engines.sampling import Sampling
 from megatron_rl.errors import UserError, counted
 from megatron_rl.observe.console import PhaseProgress
-from megatron_rl.observe.failures import FailureLog
+from megatron_rl.observe.failures import FailureLog, reward_failures, rollout_failures
 from megatron_rl.observe.group_metrics import failure_metrics, rollout_metrics, tail_metrics
 from megatron_rl.observe.groups_of_interest import to_keep
 from megatron_rl.observe.live_state import EngineState
@@ -50,7 +50,7 @@ from megatron_rl.rollout.groups import GroupMaker, Score
 from megatron_rl.rollout.opened_rollout import opened_rollout
 from megatron_rl.rollout.production import Production
 from megatron_rl.rollout.sample_checks import without_stale_tokens
-from megatron_rl.types import Failure, Group, Prompt, RewardOutcome, Sample, TrainBatch, last_samples
+from megatron_rl.types import Group, Prompt, Sample, TrainBatch
 
 MAX_RESAMPLING_ROUNDS = 10
 IDLE_POLL_S = 0.02
@@ -91,21 +91,8 @@ class RolloutManager:
             seed=settings.run.seed,
             max_tokens=max_tokens,
         )
-        failure_log = partial(FailureLog, say=say)
-        self._rollout_failures = failure_log(
-            path=settings.run.directory / "logs" / "rollout.log",
-            calls="trajectories",
-            owner=self._maker.name,
-            setting="rollout.max_error_rate",
-            max_error_rate=settings.rollout.max_error_rate,
-        )
-        self._reward_failures = failure_log(
-            path=reward_log(settings.run.directory),
-            calls="reward calls",
-            owner=f"reward.function {settings.reward.function}",
-            setting="reward.max_error_rate",
-            max_error_rate=settings.reward.max_error_rate,
-        )
+        self._failures = FailureLog.of_rollouts(settings.rollout, settings.run.directory, owner=self._maker.name, say=say)
+        self._reward_failures = FailureLog.of_rewards(settings.reward, reward_log(settings.run.directory), say=say)
         self._choice = GroupChoice(settings.objective, settings.rollout.filter, samples_per_prompt=settings.data.samples_per_prompt)
         self.production = self._producing()
         self._returning: set[asyncio.Task[None]] = set()
@@ -294,7 +281,10 @@ class RolloutManager:
             chosen, renewed = await self._take(missing, step=step, progress=progress)
             taken += chosen
             num_renewed += renewed
-            self._check_rollouts(chosen, taken, step=step)
+            failures = [rollout_failures((each.group for each in groups), owner=self._maker.name) for groups in (chosen, taken)]
+            samples = self._settings.data.samples_per_prompt
+            self._failures.note(failures[0], total=samples * len(chosen), step=step + 1)
+            self._failures.check(failures[1], total=samples * len(taken))
             missing = wanted - sum(each.kept if resamples else not each.failed for each in taken)
             if not missing:
                 break
@@ -387,26 +377,10 @@ class RolloutManager:
         for group in groups:
             self._identical.add(group)
         self._identical.check(step=step, rollout=self._maker.name)
-        self._check_rewards(groups, step=step)
+        failures, num_calls = reward_failures(groups)
+        self._reward_failures.note(failures, total=num_calls, step=step + 1)
+        self._reward_failures.check(failures, total=num_calls)
         return chosen, renewed + again
-
-    def _check_rewards(self, groups: Sequence[Group], *, step: int) -> None:
-        """Record the failed reward calls of `groups`. Raises UserError for too many."""
-        rewards = [sample.reward for group in groups for sample in last_samples(group.samples) if sample.reward is not None]
-        failures = [
-            Failure(reward.outcome.value, reward.message.partition("\n")[0], reward.message)
-            for reward in rewards
-            if reward.outcome is not RewardOutcome.SCORED
-        ]
-        self._reward_failures.note(failures, total=len(rewards), step=step + 1)
-        self._reward_failures.check(failures, total=len(rewards))
-
-    def _check_rollouts(self, chosen: Sequence[Chosen], taken: Sequence[Chosen], *, step: int) -> None:
-        """Record the failures of `chosen`, the newest groups. Raises UserError for too many."""
-        num_samples = self._settings.data.samples_per_prompt
-        new, all_failures = (self._failures_of(each.group for each in groups) for groups in (chosen, taken))
-        self._rollout_failures.note(new, total=num_samples * len(chosen), step=step + 1)
-        self._rollout_failures.check(all_failures, total=num_samples * len(taken))
 
     # Held-out prompts
 
@@ -414,11 +388,3 @@ class RolloutManager:
         """Return `num_samples` answers to a prompt of the set `name`, ahead of training groups, with the rewards of the set."""
         of_set: dict[str, Any] = {"sampling": sampling, "score": self._scores.get(name), "urgency": Urgency.EVALUATION}
         return await self._maker.make(prompt, num_samples=num_samples, **of_set)
-
-    def _failures_of(self, groups: Iterable[Group]) -> list[Failure]:
-        """Return the failed trajectories, each with prompt and plug-in in the trace."""
-        return [
-            replace(failure, trace=f"{self._maker.name} failed for prompt {group.id}: {failure.headline}\n{failure.trace}".rstrip())
-            for group in groups
-            for failure in group.failures
-        ]

@@ -37,9 +37,8 @@ from megatron_rl.runtime.engine_returns import EngineReturns
 from megatron_rl.runtime.engines import EngineGroup
 from megatron_rl.runtime.placement import Needs
 from megatron_rl.runtime.ray_session import ray_cluster
-from megatron_rl.runtime.replay_run import ReplayRun, open_record
 from megatron_rl.runtime.run import RolloutRun, Run
-from megatron_rl.runtime.supervised_run import SupervisedRun
+from megatron_rl.runtime.runs_without_engines import ReplayRun, SupervisedRun, open_record
 from megatron_rl.runtime.target import no_gpu
 from megatron_rl.runtime.trainers import TrainerGroup, printed_stacks
 from megatron_rl.runtime.watchdog import OpenWait, Watchdog
@@ -166,7 +165,8 @@ class RunStart:
         prompts = self._read_prompts(supervised=True)
         ranks = self.ranks = TrainerGroup(settings, reservation=self.reserve(), watchdog=self.watchdog)
         self._start_ranks(ranks, resume=resume)
-        return partial(SupervisedRun, settings, source=prompts.source, ranks=ranks)
+        groups = settings.data.prompts_per_step
+        return partial(SupervisedRun, settings.run, groups_per_step=groups, source=prompts.source, ranks=ranks)
 
     def replayed(self, replay: Path, *, resume: bool) -> Callable[..., Run]:
         """Do as `supervised` with the batches that the run at `replay` recorded."""
@@ -174,7 +174,8 @@ class RunStart:
         self._claim_directory()
         self._begin_stacks()
         self._open_status()
-        recorded, before = open_record(replay, settings, resume=resume, note=self.report.note)
+        sampling, directory = settings.rollout.sampling, settings.run.directory
+        recorded, before = open_record(replay, sampling, directory=directory, resume=resume, note=self.report.note)
         self.life.enter_context(recorded)
         ranks = self.ranks = TrainerGroup(settings, reservation=self.reserve(generates=False), watchdog=self.watchdog)
         self._start_ranks(ranks, resume=resume)
