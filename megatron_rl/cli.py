@@ -6,6 +6,7 @@ Heavy modules are imported inside the command with the need, so that help and mi
 once.
 """
 
+import asyncio
 import re
 import shutil
 import sys
@@ -138,7 +139,7 @@ def evaluate(
         if url is not None:
             from megatron_rl.evaluation.remote import evaluate_url
 
-            results[name] = evaluate_url(settings, url=url)
+            results[name] = asyncio.run(evaluate_url(settings, url=url))
         else:
             results[name] = _session(settings.runtime).evaluate(settings)
     print_results(results)

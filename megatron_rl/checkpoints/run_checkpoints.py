@@ -87,6 +87,9 @@ class Ranks(Protocol):
     def call(self, method: str, *args: Any, **keywords: Any) -> list[Any]:
         """Return the results of a method of `Trainer`, by rank."""
 
+    def load(self, directory: Path, *, weights_only: bool) -> Sequence[str]:
+        """Continue from a checkpoint, as `Trainer.load`; return notes."""
+
 
 class CheckpointWriter:
     """Writes a run's checkpoints and exports, one at a time from `begin` or `begin_export` to `finish`, as the run goes on."""
@@ -205,7 +208,7 @@ def load_newest(
     directory: Path,
     *,
     weights_only: bool,
-    load: Callable[..., Sequence[str]],
+    ranks: Ranks,
     rewind: Callable[..., Sequence[str]],
     before: Callable[[], None],
     phase: Callable[[str], AbstractContextManager[object]],
@@ -213,9 +216,9 @@ def load_newest(
 ) -> RunState | None:
     """Continue from the newest checkpoint of the run in `directory`; return its state, None where there is none.
 
-    `load` takes the path of the ranks' part and `weights_only`, and `rewind` a step and a prompt
-    position; each returns notes. `before` comes before both, and only where there is a checkpoint.
-    Raises CheckpointError for one that cannot be loaded.
+    The ranks take theirs with `weights_only`; `rewind` takes a step and a prompt position, and
+    returns notes. `before` comes before both, and only where there is a checkpoint. Raises
+    CheckpointError for one that cannot be loaded.
     """
     for path in incomplete_checkpoints(directory):
         say(f"{path} is not complete and is passed over; it can be deleted")
@@ -228,7 +231,7 @@ def load_newest(
     with phase("load"):
         try:
             with naming_the_way_around(directory):
-                changes = load(path / "megatron", weights_only=weights_only)
+                changes = ranks.load(path / "megatron", weights_only=weights_only)
             notes = rewind(step=state.step, position=state.source)
         except UserError as error:
             raise CheckpointError(str(error)) from error

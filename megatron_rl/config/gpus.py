@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.config.messages import joined_error
-from megatron_rl.config.settings import Settings
 from megatron_rl.errors import UserError
 from megatron_rl.system.process_variables import ALLOCATOR_VARIABLES
 
@@ -59,19 +58,17 @@ Any earlier value is lost.
 """
 
 
-def check_on_gpus(settings: Settings, *, environment: Mapping[str, str] = os.environ) -> None:
-    """Raise UserError for settings in conflict on GPUs, in a run with this `environment`."""
-    wrong, transport = list[str](), settings.weight_transport
-    if settings.supervised:
-        return
-    if not settings.runtime.colocate and transport == "broadcast":
-        wrong = _nccl_ends(settings.rollout.sglang, environment)
+def check_on_gpus(sglang: Mapping[str, Any], transport: str, *, colocate: bool, environment: Mapping[str, str] = os.environ) -> None:
+    """Raise UserError for settings in conflict on GPUs: of engines with these `sglang` arguments, and their weights' `transport`."""
+    wrong = list[str]()
+    if not colocate and transport == "broadcast":
+        wrong = _nccl_ends(sglang, environment)
     elif transport == "broadcast":
         wrong = [
             "weights.transport is broadcast with runtime.colocate true, but NCCL cannot join a Megatron rank and an engine on the same GPU "
             "into one group; leave it out, which means ipc, or set it to disk"
         ]
-    elif settings.runtime.colocate and transport == "ipc":
+    elif colocate and transport == "ipc":
         wrong = [
             f"weights.transport is ipc with {name}={environment[name]} in the environment, but expandable segments cannot be shared with "
             "an engine; remove expandable_segments there, or set weights.transport to disk"

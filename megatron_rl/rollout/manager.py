@@ -176,12 +176,12 @@ class RolloutManager:
     async def join(self, addresses: Iterable[EngineAddress], *, serve_current: bool = False) -> None:
         """Open a client to each engine, for requests after the next sync, or `serve_current` ones."""
         model, rollout = self._settings.model, self._settings.rollout
-        longest = self._settings.eval.longest_response(rollout.sampling)
+        longest = self._settings.eval.longest_sampling(rollout.sampling)
         for address in addresses:
             # The one long control call is a sync: an engine may read all of a large model.
             client = EngineClient(
                 address,
-                request_timeout_s=request_deadline_s(model, rollout.sampling.model_copy(update={"max_response_tokens": longest})),
+                request_timeout_s=request_deadline_s(model, longest),
                 control_timeout_s=sync_deadline_s(model),
             )
             self.pool.join(await self._connections.enter_async_context(client))

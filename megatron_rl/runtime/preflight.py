@@ -84,15 +84,21 @@ Checks: TypeAlias = list[Callable[[], list[str] | None]]
 """Each returns notes, if any, and raises UserError for a problem."""
 
 
-def preflight(settings: Settings, *, resume: bool = False, probe: bool = True, generates: bool = True) -> list[str]:
+def preflight(
+    settings: Settings, *, resume: bool = False, probe: bool = True, generates: bool = True, config_only: bool = False
+) -> list[str]:
     """Check the run before the start, and return notes.
 
     Checked are model, layout, upstream fields, reward function, data, run directory and resources.
-    With `probe` False the data files and the reward function are only found: no file is read and
-    the function is not called. This is for a caller that does both anyway before any expensive
-    start. A replay does not generate. Raises UserError with one line for every problem found.
+    With `probe` False the data files and the reward function are only found, for a caller that
+    reads and calls them before any expensive start. A replay does not generate. With `config_only`
+    no data and no machine is needed, and of the model config.json alone. Raises UserError with one
+    line for every problem found.
     """
     run, model, data, runtime = settings.run, settings.model, settings.data, settings.runtime
+    check_reward: Checks = [] if settings.supervised else [partial(_check_reward, settings.reward)]
+    if config_only:
+        return _run_checks([*_config_checks(settings, find_target(settings, config_only=True)), *check_reward], setting_notes(settings))
     if runtime.cluster.gpu is not None and runtime.ray_address is None and local_device().kind == "cpu":
         raise UserError(no_gpu(runtime.cluster.gpu, "this machine"))
     checks: Checks = [
@@ -105,20 +111,18 @@ def preflight(settings: Settings, *, resume: bool = False, probe: bool = True, g
         partial(check_interface, runtime),
         lambda: check_ends(load_tokenizer(model.path), model.path),
     ]
-    if data.source is not None:
-        checks.append(partial(require, data.source, "data_source", data.args))
+    checks += [] if data.source is None else [partial(require, data.source, "data_source", data.args)]
     if probe:
         reward = None if settings.supervised else settings.reward
         checks.append(partial(_check_rows, data, settings.eval, model.path, reward, seed=run.seed))
     else:
         paths = (*(files.path for files in data.sources), *(each.data for each in settings.eval.sets.values()))
-        checks += [partial(_check_found, path) for path in dict.fromkeys(paths)]
-        checks += [] if settings.supervised else [partial(_check_reward, settings.reward)]
+        checks += [*(partial(_check_found, path) for path in dict.fromkeys(paths)), *check_reward]
     checks.append(partial(_check_disk, run, model.path, has_critic=settings.objective.has_critic))
     if runtime.ray_address is None and local_device().kind == "cpu":
         engines = 0 if settings.supervised or not generates else settings.rollout.num_engines
         checks.append(partial(_check_cpu_memory, model, settings.training, settings.objective, num_engines=engines))
-    if runtime.ray_address is not None and not probe:
+    elif runtime.ray_address is not None and not probe:
         checks.append(partial(check_answers, runtime.ray_address))
     if not settings.rollout.is_single_turn and not settings.supervised:
         need_experts = settings.training.routing_replay
@@ -140,13 +144,6 @@ def check_interface(runtime: RuntimeSettings) -> None:
         )
 
 
-def preflight_config(settings: Settings) -> list[str]:
-    """Run the checks of `preflight` that need no data, no machines, and of the model config.json alone."""
-    checks = _config_checks(settings, find_target(settings, config_only=True))
-    checks += [] if settings.supervised else [partial(_check_reward, settings.reward)]
-    return _run_checks(checks, setting_notes(settings))
-
-
 def _config_checks(settings: Settings, target: Target) -> Checks:
     training, rollout = settings.training, settings.rollout
     checks: Checks = [
@@ -155,9 +152,9 @@ def _config_checks(settings: Settings, target: Target) -> Checks:
         partial(_check_optimizer, training, model_dtype(settings.model, target.device), has_critic=settings.objective.has_critic),
         partial(_check_placement, target, training.topology, num_nodes=settings.runtime.cluster.num_nodes),
     ]
-    if target.device.kind == "cuda":
-        checks.append(partial(check_on_gpus, settings))
     if not settings.supervised:
+        if target.device.kind == "cuda":
+            checks.append(partial(check_on_gpus, rollout.sglang, settings.weight_transport, colocate=settings.runtime.colocate))
         path, directory = settings.model.path, settings.run.directory
         checks.append(partial(_check_rollout, rollout, path, directory=directory, replays=training.routing_replay))
         sets = {f"eval.sets.{name}.sampling": one.sampling.over(rollout.sampling) for name, one in settings.eval.sets.items()}

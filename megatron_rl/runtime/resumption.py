@@ -18,8 +18,8 @@ from megatron_rl.checkpoints.run_checkpoints import (
     naming_the_way_around,
     newest_checkpoint,
 )
-from megatron_rl.config.load import dump_settings, parse_yaml
-from megatron_rl.config.settings import RunSettings, Settings
+from megatron_rl.config.load import parse_yaml
+from megatron_rl.config.settings import RunSettings
 from megatron_rl.config.yaml_text import by_path, format_value
 from megatron_rl.data.buffer import BUFFER_FILE
 from megatron_rl.data.sqlite_file import check_database
@@ -37,16 +37,16 @@ _OF_FILES = {"names", "num_mtp_layers"}
 """Fields of a ModelSpec that an exported policy need not share with the model that it was made from."""
 
 
-def resume_rows(settings: Settings) -> dict[str, str]:
-    """Return the checkpoint to resume from, and every changed setting. Raises UserError."""
-    directory = settings.run.directory
+def resume_rows(run: RunSettings, settings: str) -> dict[str, str]:
+    """Return the checkpoint to resume from, and every change in the `settings`, as YAML. Raises UserError."""
+    directory = run.directory
     found = newest_checkpoint(directory)
     skipped = {f"passed over, not complete ({number})": str(path) for number, path in enumerate(incomplete_checkpoints(directory), start=1)}
     if found is None:
         return {"checkpoint": f"none in {directory}: the run would start at step 1"} | skipped
     path, state = found
-    rows = {"checkpoint": str(path), "steps": f"{state.step} of run.num_steps {settings.run.num_steps} are done"} | skipped
-    return rows | dict(_changes(directory / SETTINGS_FILE, by_path(parse_yaml(dump_settings(settings), origin="the settings"))))
+    rows = {"checkpoint": str(path), "steps": f"{state.step} of run.num_steps {run.num_steps} are done"} | skipped
+    return rows | dict(_changes(directory / SETTINGS_FILE, by_path(parse_yaml(settings, origin="the settings"))))
 
 
 def _changes(file: Path, now: dict[str, Any]) -> Iterator[tuple[str, str]]:

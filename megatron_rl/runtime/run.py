@@ -164,7 +164,7 @@ class Run(ABC):
 
         `weights_only` as in `Trainer.load`. Raises CheckpointError for one that cannot be loaded.
         """
-        how: dict[str, Any] = {"load": self._ranks.load, "rewind": self._rewind, "phase": self._records.phase, "say": self._records.say}
+        how: dict[str, Any] = {"ranks": self._ranks, "rewind": self._rewind, "phase": self._records.phase, "say": self._records.say}
         state = load_newest(self._directory, weights_only=weights_only, before=partial(self._take_devices, Phase.TRAINING), **how)
         if state is None:
             return 0

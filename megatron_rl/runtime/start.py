@@ -112,7 +112,7 @@ class RunStart:
     """
 
     def __init__(self, settings: Settings, stack: ExitStack, report: StartReport) -> None:
-        self._settings, self._stack, self.report = settings, stack, report
+        self.settings, self._stack, self.report = settings, stack, report
         self._stacks = settings.run.directory / "logs" / STACKS_FILE
         self.watchdog = stack.enter_context(Watchdog(note=report.note, late=self._note_late))
         self.life = stack.enter_context(ExitStack())
@@ -145,7 +145,7 @@ class RunStart:
         """Write the run's state from here until its end; only after the claim of its directory."""
         if self._status is not None:
             return
-        run = self._settings.run
+        run = self.settings.run
         status = StatusFile(
             run.directory,
             num_steps=run.num_steps,
@@ -158,7 +158,7 @@ class RunStart:
 
     def supervised(self, *, resume: bool) -> Callable[..., Run]:
         """Do the cheap checks, then start the ranks and wait; the returned function makes the run from `records`."""
-        settings = self._settings
+        settings = self.settings
         self._claim_directory()
         self._begin_stacks()
         self._open_status()
@@ -170,7 +170,7 @@ class RunStart:
 
     def replayed(self, replay: Path, *, resume: bool) -> Callable[..., Run]:
         """Do as `supervised` with the batches that the run at `replay` recorded."""
-        settings = self._settings
+        settings = self.settings
         self._claim_directory()
         self._begin_stacks()
         self._open_status()
@@ -183,13 +183,13 @@ class RunStart:
 
     def with_engines(self, *, resume: bool) -> Callable[..., Run]:
         """Do as `supervised` with engines: ranks and engines start at once, or in turns on shared devices."""
-        settings, watchdog = self._settings, self.watchdog
+        settings, watchdog = self.settings, self.watchdog
         self._begin_stacks()
         manager = self.open_manager(settings.run.directory / BUFFER_FILE)
         self._open_status()
         reservation = self.reserve()
         if reservation.device_kind == "cuda":
-            check_on_gpus(settings)
+            check_on_gpus(settings.rollout.sglang, settings.weight_transport, colocate=settings.runtime.colocate)
         dtype = dtype_name(settings.model, device_kind=reservation.device_kind)
         model = make_model(
             settings.model.path, directory=settings.run.directory, sglang=settings.rollout.sglang, dtype=dtype, note=self.report.note
@@ -215,14 +215,14 @@ class RunStart:
 
     def _claim_directory(self) -> None:
         """Let no second run write in the run directory; in runs with engines the buffer is the lock."""
-        directory = self._settings.run.directory
+        directory = self.settings.run.directory
         try:
             self.life.enter_context(closing(claim(directory / LOCK_FILE, what=f"run.directory {directory}")))
         except OSError as error:
             self.report.note(f"{directory} cannot be locked ({error.strerror}), so nobody looks whether another run writes there, too")
 
     def _read_prompts(self, **kind: bool) -> RunPrompts:
-        settings = self._settings
+        settings = self.settings
         prompts = RunPrompts.read(settings.model.path, settings.data, sets=settings.eval.sets, seed=settings.run.seed, **kind)
         for note in prompts.notes:
             self.report.note(note)
@@ -232,7 +232,7 @@ class RunStart:
     def open_manager(self, buffer: Path, *, trains: bool = True) -> RolloutManager:
         """Read the prompts, and start the reward workers."""
         prompts = self._read_prompts(trains=trains)
-        opening = RolloutManager.open(self._settings, prompts=prompts, buffer=buffer, say=self.report.note)
+        opening = RolloutManager.open(self.settings, prompts=prompts, buffer=buffer, say=self.report.note)
         with self.report.part("reward workers"):
             name = "checking the reward function and opening the buffer"
             manager = self.life.enter_context(
@@ -245,8 +245,8 @@ class RunStart:
         """Start or join Ray, and reserve a place for every process, once; `kind` as in `Needs.of`."""
         if self._reservation is not None:
             return self._reservation
-        runtime, directory = self._settings.runtime, self._settings.run.directory
-        on_cpu = Needs.of(self._settings, device_kind="cpu", **kind)
+        runtime, directory = self.settings.runtime, self.settings.run.directory
+        on_cpu = Needs.of(self.settings, device_kind="cpu", **kind)
         with self.report.part("Ray"):
             num_processes = on_cpu.num_ranks + on_cpu.num_engines
             cluster = ray_cluster(address=runtime.ray_address, num_processes=num_processes, logs=directory / "logs" / "ray")
@@ -258,7 +258,7 @@ class RunStart:
         device_kind = cluster_device_kind()
         if device_kind == "cpu" and runtime.cluster.gpu is not None:
             raise UserError(no_gpu(runtime.cluster.gpu, "the Ray cluster"))
-        needs = on_cpu if device_kind == "cpu" else Needs.of(self._settings, device_kind=device_kind, **kind)
+        needs = on_cpu if device_kind == "cpu" else Needs.of(self.settings, device_kind=device_kind, **kind)
         variables = shared_variables(os.environ, device_kind=device_kind, interface=runtime.network_interface)
         if variables:
             self.report.note(f"every rank and engine has {' '.join(f'{name}={value}' for name, value in variables.items())}")
@@ -280,7 +280,7 @@ class RunStart:
 
     def _start_ranks(self, ranks: TrainerGroup, *, resume: bool, then: Callable[[], object] = lambda: None) -> None:
         """Wait for the ranks, which first check a resumed checkpoint: engines take longer, and the load gets shorter."""
-        directory = self._settings.run.directory
+        directory = self.settings.run.directory
         with self.report.part("ranks"):
             # Not before the claim of the directory: a run that is asked to end writes a checkpoint.
             if resume and (found := newest_checkpoint(directory)) is not None:
@@ -292,7 +292,7 @@ class RunStart:
     def place_engines(self, model: EngineModel, reservation: Reservation, *, gpus_of_ranks: Sequence[tuple[str, ...]] = ()) -> EngineGroup:
         """Start the actors of the engines, without servers, where there are none."""
         if self._engines is None:
-            engines = EngineGroup(self._settings, model=model, reservation=reservation, watchdog=self.watchdog, gpus_of_ranks=gpus_of_ranks)
+            engines = EngineGroup(self.settings, model=model, reservation=reservation, watchdog=self.watchdog, gpus_of_ranks=gpus_of_ranks)
             self._stack.callback(engines.stop)
             self._engines = engines
         return self._engines
@@ -305,17 +305,17 @@ class RunStart:
         addresses = engines.finish_start(starting)
         wait(manager.join(addresses, serve_current=serve_current), name="connecting to the engines")
 
-        agent = self._settings.rollout.agent
+        agent = self.settings.rollout.agent
         if agent is not None and agent.command and self._reservation is not None:
-            logs = self._settings.run.directory / "logs"
+            logs = self.settings.run.directory / "logs"
             spread_agents(manager, agent.command, reservation=self._reservation, logs=logs, watchdog=self.watchdog)
         EngineReturns(engines, manager, addresses, wait=wait, note=self.report.note, serve_current=serve_current)
         return addresses
 
     def _open_sync(self, transport: Callable[[Sequence[str]], WeightTransport], ranks: TrainerGroup, manager: RolloutManager) -> WeightSync:
-        timeout_s = sync_deadline_s(self._settings.model)
+        timeout_s = sync_deadline_s(self.settings.model)
         # SGLang's loaders of one's own take no weights for engines of several data-parallel ranks.
-        interval = 0 if self._settings.rollout.sglang.get("dp_size", 1) > 1 else CHECK_INTERVAL
+        interval = 0 if self.settings.rollout.sglang.get("dp_size", 1) > 1 else CHECK_INTERVAL
         sync = WeightSync(transport, ranks=ranks, pool=manager.pool, timeout_s=timeout_s, check_interval=interval)
         before = self._sync
         with self.report.part("weight transport"):

@@ -2,11 +2,17 @@ from collections.abc import Callable
 
 import pytest
 
-from megatron_rl.config.gpus import GIB, GPUS, check_on_gpus, find_gpu
+from megatron_rl.config import gpus
+from megatron_rl.config.gpus import GIB, GPUS, find_gpu
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import UserError
 
 MakeSettings = Callable[..., Settings]
+
+
+def check_on_gpus(settings: Settings, *, environment: dict[str, str]) -> None:
+    colocate = settings.runtime.colocate
+    gpus.check_on_gpus(settings.rollout.sglang, settings.weight_transport, colocate=colocate, environment=environment)
 
 
 def test_memory_is_a_little_less_than_the_name_says() -> None:
@@ -42,7 +48,6 @@ def test_expandable_segments_cannot_be_shared_with_an_engine(settings_with: Make
     with pytest.raises(UserError, match=r"max_split_size_mb:64,expandable_segments:True in the environment.*set weights.transport to disk"):
         check_on_gpus(settings_with(colocated), environment=options)
     check_on_gpus(settings_with(colocated, "weights.transport=disk"), environment=options)
-    check_on_gpus(settings_with(colocated, "objective.policy_loss=sft"), environment=options)
     check_on_gpus(settings_with(colocated), environment={"PYTORCH_ALLOC_CONF": "expandable_segments:False"})
 
 

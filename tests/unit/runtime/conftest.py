@@ -79,7 +79,7 @@ def make_run(tmp_path: Path, calls: Calls, watchdog: Watchdog, tiny_model: Calla
         if source is not None:
             groups = settings.data.prompts_per_step
             return SupervisedRun(settings.run, groups_per_step=groups, source=source, ranks=ranks, records=records)
-        monkeypatch.setattr("megatron_rl.runtime.run_evaluations.make_evaluator", lambda settings, manager: Evaluations(calls))
+        monkeypatch.setattr("megatron_rl.runtime.run_evaluations.make_evaluator", lambda *_, **__: Evaluations(calls))
         manager = Manager(calls, fails_at=fails_at, error=error)
         parts: dict[str, Any] = {"manager": manager, "sync": Sync(calls, manager)}
         parts |= {"watchdog": watchdog, "devices": devices, "ranks": ranks, "records": records}
