@@ -208,7 +208,7 @@ def import_script(project: Any, source: Path, given: tuple[str, ...], **options:
     The script is read, not executed; NAME=VALUE gives a variable that it takes from outside. Arguments that describe the model are
     compared with config.json. Example: megatron-rl import slime run-qwen3-4B.sh --model /models/Qwen3-4B --out grpo.yaml
     """
-    from megatron_rl.importers.imported import import_settings
+    from megatron_rl.importers import import_settings
 
     import_settings(project, source, given=given, **options)
 

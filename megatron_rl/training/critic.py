@@ -12,8 +12,7 @@ from torch import Tensor
 from megatron_rl.algorithms.aggregation import Sequences
 from megatron_rl.algorithms.loss import LossOutput
 from megatron_rl.algorithms.objective import Objective
-from megatron_rl.algorithms.return_advantage import GaeAdvantage
-from megatron_rl.algorithms.value_loss import ValueLoss
+from megatron_rl.algorithms.return_advantage import GaeAdvantage, ValueLoss
 from megatron_rl.config.settings import TrainingSettings
 from megatron_rl.models.build import TrainedModel, complete_parameters
 from megatron_rl.observe.metrics import Mean, Metric
