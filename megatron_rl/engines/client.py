@@ -69,8 +69,7 @@ class EngineClient:
         self.pending, self.num_ended = Counter[bool](), 0
         """Control calls in progress, by whether they are `joint` with others, such as ranks, and how many have ended."""
         self.holds: str | None = None  # weights to which the engine takes deltas, see `received_weights.follow`
-        self._request_timeout_s = request_timeout_s
-        self._control_timeout_s = control_timeout_s
+        self._request_timeout_s, self._control_timeout_s = request_timeout_s, control_timeout_s
         # A pool for calls with several attempts, and a connection each for others.
         self._sessions: tuple[aiohttp.ClientSession, aiohttp.ClientSession] | None = None
         # Requests collected for one HTTP call, and the task that makes the call.

@@ -58,8 +58,7 @@ class Critic:
         """Take the model of `build`, which is `build_trained_model` without an optimizer."""
         self.model = build(optimizer=critic_optimizer(training), with_value_head=True)
         self._loss = value_loss(objective)
-        self._place = place
-        self._dumps = dumps
+        self._place, self._dumps = place, dumps
 
     def state_values(self, micro_batches: Sequence[MicroBatch], *, num_tokens: int) -> Floats:
         """Return values [T] of the states behind each of `num_tokens` tokens, all of which are in the micro-batches."""

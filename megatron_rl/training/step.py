@@ -85,12 +85,8 @@ class PolicySteps:
         self, objective: Objective, model: TrainedModel, policy: passes.Policy, *, dumps: Path | None, seed: int, frozen_steps: int = 0
     ) -> None:
         """Set up the steps of `policy`, which is `model` as a distribution; the first `frozen_steps` change no weights."""
-        self._objective = objective
-        self._model = model
-        self._policy = policy
-        self._dumps = dumps
-        self._seed = seed
-        self._frozen_steps = frozen_steps
+        self._objective, self._model, self._policy, self._dumps = objective, model, policy, dumps
+        self._seed, self._frozen_steps = seed, frozen_steps
         self._controls = ControlState.first(objective)
         self.num_steps = 0
 
