@@ -305,9 +305,8 @@ class RolloutManager:
         if not kept:
             # All groups are dropped: there is nothing to train on.
             batch = replace(batch, loss_mask=np.zeros(len(batch.tokens), np.bool_))
-        ages = self._settings.rollout.order.partial
         # Where tokens may age, a group without a young one waited for its rewards when its step ended.
-        surplus, num_renewed = (num_renewed, 0) if ages else (0, num_renewed)
+        surplus, num_renewed = (num_renewed, 0) if self._settings.rollout.order.partial else (0, num_renewed)
         tail = await self.production.leave_tail(step=step, shared=self._settings.runtime.colocate, num_surplus=surplus)
         return batch, {**self._metrics(taken, version=step), **self._watch.metrics(), "rollout/renewed_groups": Sum(num_renewed), **tail}
 

@@ -371,10 +371,10 @@ class RolloutRun(Run):
 
     def evaluate(self, *, step: int, goes_on: bool = False) -> None:
         """Evaluate the weights after `step` steps on the sets that are due, where a killed run was if it `goes_on`."""
-        if not self._evaluations.due(step):
+        if not (names := self._settings.eval.due(steps=step, num_steps=self.num_steps)):
             return
         self._take_devices(Phase.GENERATION)
-        self._evaluations.begin(step=step, goes_on=goes_on)
+        self._evaluations.begin(names, step=step, goes_on=goes_on)
         if not self._settings.rollout.max_staleness or self._devices is not None or step == self.num_steps:
             self._evaluations.finish(late=False)
 

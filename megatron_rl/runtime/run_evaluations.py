@@ -28,7 +28,7 @@ class _Begun:
 
 
 class RunEvaluations:
-    """Evaluates the weights after a step on the sets that are due, by `manager`; `wait` waits for samples."""
+    """Evaluates the weights after a step on sets, by `manager`; `wait` waits for samples."""
 
     def __init__(
         self, settings: Settings, manager: RolloutManager, *, watchdog: Watchdog, wait: Callable[..., Any], records: RunRecords
@@ -40,13 +40,9 @@ class RunEvaluations:
         self._begun: _Begun | None = None
         self._running: Future[list[SetResult]] | None = None
 
-    def due(self, step: int) -> tuple[str, ...]:
-        """Return the sets to evaluate after `step` steps."""
-        return self._settings.eval.due(steps=step, num_steps=self._settings.run.num_steps)
-
-    def begin(self, *, step: int, goes_on: bool) -> None:
-        """Begin the evaluation after `step` steps; one that was killed `goes_on` where it was."""
-        run, names, model = self._settings.run, self.due(step), self._settings.model.path
+    def begin(self, names: tuple[str, ...], *, step: int, goes_on: bool) -> None:
+        """Begin the evaluation of the sets `names` after `step` steps; one that was killed `goes_on` where it was."""
+        run, model = self._settings.run, self._settings.model.path
         progress = PhaseProgress("eval", total=self._evaluator.num_prompts(names), unit="prompts")
         running = self._evaluator.run(
             names,
