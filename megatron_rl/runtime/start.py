@@ -160,8 +160,6 @@ class RunStart:
         """Do the cheap checks, then start the ranks and wait; the returned function makes the run from `records`."""
         settings = self.settings
         self._claim_directory()
-        self._begin_stacks()
-        self._open_status()
         prompts = self._read_prompts(supervised=True)
         ranks = self.ranks = TrainerGroup(settings, reservation=self.reserve(), watchdog=self.watchdog)
         self._start_ranks(ranks, resume=resume)
@@ -172,8 +170,6 @@ class RunStart:
         """Do as `supervised` with the batches that the run at `replay` recorded."""
         settings = self.settings
         self._claim_directory()
-        self._begin_stacks()
-        self._open_status()
         sampling, directory = settings.rollout.sampling, settings.run.directory
         recorded, before = open_record(replay, sampling, directory=directory, resume=resume, note=self.report.note)
         self.life.enter_context(recorded)
@@ -214,12 +210,14 @@ class RunStart:
         return partial(RolloutRun, settings, manager=manager, sync=sync, dtype=dtype, watchdog=watchdog, devices=devices, ranks=ranks)
 
     def _claim_directory(self) -> None:
-        """Let no second run write in the run directory; in runs with engines the buffer is the lock."""
+        """Let no second run write in the run directory, and begin its files; in runs with engines the buffer is the lock."""
         directory = self.settings.run.directory
         try:
             self.life.enter_context(closing(claim(directory / LOCK_FILE, what=f"run.directory {directory}")))
         except OSError as error:
             self.report.note(f"{directory} cannot be locked ({error.strerror}), so nobody looks whether another run writes there, too")
+        self._begin_stacks()
+        self._open_status()
 
     def _read_prompts(self, **kind: bool) -> RunPrompts:
         settings = self.settings
