@@ -6,6 +6,7 @@ Heavy modules are imported inside the command with the need, so that help and mi
 once.
 """
 
+import asyncio
 import re
 import shutil
 import sys
@@ -65,8 +66,7 @@ def train(
     resume: bool,
     weights_only: bool,
     replay: Path | None,
-    reward: str | None,
-    ray_address: str | None,
+    **short: str | None,
 ) -> None:
     """Train a policy.
 
@@ -80,7 +80,7 @@ def train(
         raise UserError("--config-only was given without --check, but a run needs weights, data and machines; add --check")
     if weights_only and not resume:
         raise UserError("--weights-only was given without --resume, but a new run has no checkpoint to take weights from; add --resume")
-    settings, decisions = _settings(words, reward=reward, ray_address=ray_address)
+    settings, decisions = _settings(words, **short)
     if replay is not None:
         if settings.supervised:
             raise UserError(f"--replay is {replay}, but supervised training takes no samples of engines; leave it out")
@@ -113,13 +113,7 @@ def train(
 @click.option("--reward", metavar="MODULE:FUNCTION", help="Short for reward.function=MODULE:FUNCTION.")
 @click.option("--ray-address", metavar="ADDRESS", help="Short for runtime.ray_address=ADDRESS: use a running Ray cluster.")
 def evaluate(
-    words: tuple[str, ...],
-    data: Path | None,
-    samples: int | None,
-    out: Path | None,
-    url: str | None,
-    reward: str | None,
-    ray_address: str | None,
+    words: tuple[str, ...], data: Path | None, samples: int | None, out: Path | None, url: str | None, **short: str | None
 ) -> None:
     """Evaluate each MODEL: a Hugging Face directory, a run or a checkpoint of one, or a model served at --url.
 
@@ -134,7 +128,7 @@ def evaluate(
     results = {}
     for model in models or (None,):
         path = [] if model is None else [f"model.path={format_value(model if url is not None else str(policy_in(Path(model))))}"]
-        given, decisions = _settings((*data_words(data), *others, *UNTRAINED, *path), reward=reward, ray_address=ray_address)
+        given, decisions = _settings((*data_words(data), *others, *UNTRAINED, *path), **short)
         # No candidates are recorded, so there is no limit of them.
         given = with_values(given, {one.path: None for one in decisions if one.path == "rollout.sampling.top_k"})
         name = str(given.model.path)
@@ -145,7 +139,7 @@ def evaluate(
         if url is not None:
             from megatron_rl.evaluation.remote import evaluate_url
 
-            results[name] = evaluate_url(settings, url=url)
+            results[name] = asyncio.run(evaluate_url(settings, url=url))
         else:
             results[name] = _session(settings.runtime).evaluate(settings)
     print_results(results)
@@ -170,7 +164,7 @@ def rollout(words: tuple[str, ...], out: Path, count: int | None, tokens: bool) 
     # The samples are in this directory until they are all there.
     unfinished = out.with_name(f"{out.name}.partial")
     own = (f"run.directory={format_value(str(unfinished))}", "eval.sets={}", *GENERATED)
-    given, _ = _settings((*words, *own), reward=None, ray_address=None)
+    given, _ = _settings((*words, *own))
     if given.supervised:
         raise UserError(f"objective.policy_loss is {given.objective.policy_loss.kind}, which takes no samples of engines; set another one")
     # The run's own number of engines, which have the devices alone.
@@ -190,7 +184,7 @@ def data(words: tuple[str, ...]) -> None:
 
     megatron-rl data model.path=Qwen3-0.6B data.train=rows.parquet data.label_key=reward_model.ground_truth
     """
-    settings, _ = _settings(("run.directory=.", *words), reward=None, ray_address=None)
+    settings, _ = _settings(("run.directory=.", *words))
     from megatron_rl.data.overview import detailed_overview
     from megatron_rl.data.source import RunPrompts
 
@@ -214,7 +208,7 @@ def import_script(project: Any, source: Path, given: tuple[str, ...], **options:
     The script is read, not executed; NAME=VALUE gives a variable that it takes from outside. Arguments that describe the model are
     compared with config.json. Example: megatron-rl import slime run-qwen3-4B.sh --model /models/Qwen3-4B --out grpo.yaml
     """
-    from megatron_rl.importers.imported import import_settings
+    from megatron_rl.importers import import_settings
 
     import_settings(project, source, given=given, **options)
 
@@ -388,7 +382,7 @@ def _own_options() -> list[str]:
     return [name.removeprefix("--") for option in context.command.get_params(context) for name in option.opts if name.startswith("--")]
 
 
-def _settings(words: Sequence[str], *, reward: str | None, ray_address: str | None) -> tuple[Settings, tuple[Decision, ...]]:
+def _settings(words: Sequence[str], *, reward: str | None = None, ray_address: str | None = None) -> tuple[Settings, tuple[Decision, ...]]:
     check_home()
     given = split_words(words, options=_own_options())
     short = {"reward.function": reward, "runtime.ray_address": ray_address}

@@ -43,8 +43,8 @@ from megatron_rl.algorithms.entropy import EntropyState
 from megatron_rl.algorithms.head_statistics import token_statistics
 from megatron_rl.algorithms.kl import updated_kl_coef
 from megatron_rl.algorithms.objective import Objective
+from megatron_rl.algorithms.return_advantage import ValueLoss
 from megatron_rl.algorithms.returns import gae, whiten
-from megatron_rl.algorithms.value_loss import ValueLoss
 
 # Differences in the order of float64 additions, relative to the size of the value.
 LAYOUT_TOLERANCE = 1e-12

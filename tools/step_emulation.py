@@ -15,8 +15,8 @@ from megatron_rl.algorithms.aggregation import LossInputs, Metrics
 from megatron_rl.algorithms.coefficients import Coefficients
 from megatron_rl.algorithms.loss import compute_loss
 from megatron_rl.algorithms.objective import Objective
+from megatron_rl.algorithms.return_advantage import ValueLoss
 from megatron_rl.algorithms.selection import step_statistics
-from megatron_rl.algorithms.value_loss import ValueLoss
 
 _BARRIER_TIMEOUT_S = 60.0
 _WITH_GRADIENT = ("log_probs", "entropy", "values")

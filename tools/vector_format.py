@@ -15,7 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter,
 from megatron_rl.algorithms.entropy import Entropy
 from megatron_rl.algorithms.kl import KLControl
 from megatron_rl.algorithms.objective import Advantages, Objective, PolicyLosses, expand_preset
-from megatron_rl.algorithms.value_loss import ValueLoss
+from megatron_rl.algorithms.return_advantage import ValueLoss
 
 FORMAT = "objective-vectors/1"
 _NAMED = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}

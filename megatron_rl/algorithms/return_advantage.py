@@ -1,4 +1,7 @@
-"""Estimators by returns from token to token. Legend: B samples of the batch; T tokens of S sequences of one rank."""
+"""Estimators by returns from token to token, and the loss of the critic that one of them needs.
+
+Legend: B samples of the batch; T tokens of S sequences of one rank, or of a micro-batch's part.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from megatron_rl.algorithms.advantage import Advantage, Samples, TokenPlaces, plain_rewards, whiten_field, whiten_samples
+from megatron_rl.algorithms.aggregation import Aggregation, Metrics, Sequences, token_weights
 from megatron_rl.algorithms.choices import doc
 from megatron_rl.algorithms.lazy_torch import Tensor, torch
 from megatron_rl.algorithms.returns import discounted_returns, gae
@@ -111,3 +115,33 @@ class GaeAdvantage(_Discounted):
 
 
 ReturnAdvantages = ReinforcePlusPlusBaseline | ReinforcePlusPlus | GaeAdvantage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueLoss:
+    """1/2 max((v - R)^2, (clip(v, old v +- value_clip) - R)^2) (PPO; clipped as in arXiv 2005.12729), aggregated."""
+
+    aggregation: Aggregation = "sequence_mean_token_mean"
+    max_response_length: int | None = None
+    value_clip: float | None = 0.2
+
+    def share(
+        self, sequences: Sequences, *, values: Tensor, old_values: Tensor, returns: Tensor, num_tokens: int, num_trajectories: int
+    ) -> tuple[Tensor, Metrics]:
+        """Return this rank's share of loss and metrics, as `compute_loss`; `old_values` and `returns` [T] are constants."""
+        values, old_values, returns = sequences.masked(values), sequences.masked(old_values).detach(), sequences.masked(returns).detach()
+        weights = token_weights(
+            sequences, aggregation=self.aggregation, num_tokens=num_tokens, num_trajectories=num_trajectories,
+            max_response_length=self.max_response_length, dtype=values.dtype,
+        )  # fmt: skip
+        metrics = {"value_mean": sequences.mean_pair(values), "return_mean": sequences.mean_pair(returns)}
+        losses = (values - returns).square()
+        if self.value_clip is not None:
+            # Clamped between bounds, not by the difference, because differences round: values inside the bounds have to stay bit-equal.
+            clipped = (values.clamp(old_values - self.value_clip, old_values + self.value_clip) - returns).square()
+            metrics["value_clip_fraction"] = sequences.mean_pair(clipped > losses)
+            losses = torch.maximum(losses, clipped)
+        loss = (sequences.masked(0.5 * losses) * weights).sum()
+        if num_tokens == 0:
+            metrics["empty_step"] = (torch.ones_like(loss.detach()), torch.ones_like(loss.detach()))
+        return loss, metrics

@@ -163,7 +163,7 @@ class HuggingFaceWeights:
             if part.stored in self._quantised:
                 return self._dequantised(self._quantised[part.stored], part.expert, rows)
             if part.expert is None:
-                return self._stored(part.stored)
+                return self._handle(part.stored).get_tensor(part.stored)
             one: Tensor = self._slice(part.stored)[part.expert : part.expert + 1, rows]
             return one.squeeze(0)
         except (OSError, SafetensorError) as error:
@@ -174,12 +174,9 @@ class HuggingFaceWeights:
             codes, scales = (self._slice(part)[expert : expert + 1] for part in (weight.codes, weight.scales))
             return dequantise(weight, codes, scales, dtype=self._dequantised_dtype)[0][rows]
         columns = self._whole_shape(weight.name)[-1] if weight.form == "int4" else None
-        codes, scales = self._stored(weight.codes), self._stored(weight.scales)
+        codes, scales = (self._handle(part).get_tensor(part) for part in (weight.codes, weight.scales))
         whole = dequantise(weight, codes, scales, dtype=self._dequantised_dtype, columns=columns)
         return whole if expert is None else whole[expert][rows]
-
-    def _stored(self, stored: str) -> Tensor:
-        return self._handle(stored).get_tensor(stored)
 
     def _whole_shape(self, stored: str) -> tuple[int, ...]:
         quantised = self._quantised.get(stored)

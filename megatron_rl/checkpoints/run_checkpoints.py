@@ -10,14 +10,14 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_rl.config.settings import RunSettings
-from megatron_rl.errors import CheckpointError, DamagedCheckpointError, UserError
+from megatron_rl.errors import CheckpointError, DamagedCheckpointError, UserError, counted
 from megatron_rl.system.files import (
     MANIFEST,
     atomic_directory,
@@ -87,14 +87,30 @@ class Ranks(Protocol):
     def call(self, method: str, *args: Any, **keywords: Any) -> list[Any]:
         """Return the results of a method of `Trainer`, by rank."""
 
+    def load(self, directory: Path, *, weights_only: bool) -> Sequence[str]:
+        """Continue from a checkpoint, as `Trainer.load`; return notes."""
+
 
 class CheckpointWriter:
     """Writes a run's checkpoints and exports, one at a time from `begin` or `begin_export` to `finish`, as the run goes on."""
 
     def __init__(self, run: RunSettings, *, ranks: Ranks) -> None:
-        self._run, self._ranks = run, ranks
+        self._run, self._ranks, self._directory_identity = run, ranks, _identity(run.directory)
         self._pending: Path | None = None
         """The checkpoint or export that has begun and is not in its place."""
+
+    def has_directory(self) -> bool:
+        """Return False where the run directory was deleted, moved or replaced by another one."""
+        return (self._run.directory / SETTINGS_FILE).exists() and _identity(self._run.directory) == self._directory_identity
+
+    def check_directory(self) -> None:
+        """Raise UserError when the run's output would no longer be kept."""
+        if not self.has_directory():
+            happened = "replaced by another directory" if self._run.directory.exists() else "deleted or moved"
+            raise UserError(
+                f"run.directory {self._run.directory} was {happened} while the run was going, so that nothing it makes would be kept; "
+                f"start it again in a directory that stays"
+            )
 
     def checkpoint_is_due(self, step: int) -> bool:
         """Return True after every run.save_interval-th step and the last."""
@@ -180,6 +196,49 @@ class CheckpointWriter:
             self._pending = None
             shutil.rmtree(partial_path(path), ignore_errors=True)
             raise
+
+
+def _identity(directory: Path) -> tuple[int, int]:
+    """Return device and inode; both stay the same when the directory is renamed."""
+    found = directory.stat()
+    return found.st_dev, found.st_ino
+
+
+def load_newest(
+    directory: Path,
+    *,
+    weights_only: bool,
+    ranks: Ranks,
+    rewind: Callable[..., Sequence[str]],
+    before: Callable[[], None],
+    phase: Callable[[str], AbstractContextManager[object]],
+    say: Callable[..., None],
+) -> RunState | None:
+    """Continue from the newest checkpoint of the run in `directory`; return its state, None where there is none.
+
+    The ranks take theirs with `weights_only`; `rewind` takes a step and a prompt position, and
+    returns notes. `before` comes before both, and only where there is a checkpoint. Raises
+    CheckpointError for one that cannot be loaded.
+    """
+    for path in incomplete_checkpoints(directory):
+        say(f"{path} is not complete and is passed over; it can be deleted")
+    found = newest_checkpoint(directory)
+    if found is None:
+        say(*rewind(step=0, position=None))
+        return None
+    path, state = found
+    before()
+    with phase("load"):
+        try:
+            with naming_the_way_around(directory):
+                changes = ranks.load(path / "megatron", weights_only=weights_only)
+            notes = rewind(step=state.step, position=state.source)
+        except UserError as error:
+            raise CheckpointError(str(error)) from error
+    # A kill may have come between the checkpoint and the link.
+    link_policy(path)
+    say(f"resumed from {path} after {counted(state.step, 'step')}" + (", with a new optimizer" if weights_only else ""), *changes, *notes)
+    return state
 
 
 def link_policy(checkpoint: Path) -> None:

@@ -25,7 +25,6 @@ from megatron_rl.config.settings import (
     WeightSettings,
 )
 from megatron_rl.errors import counted
-from megatron_rl.system.process_variables import ALLOCATOR_VARIABLES
 
 _LARGEST_SEED = 2**32 - 1
 """Largest seed of numpy.random.seed, called by SGLang."""
@@ -71,45 +70,6 @@ def contradictions(settings: Settings) -> list[str]:
             "from; set model.teacher to a Hugging Face directory, or objective.distillation_coef to 0"
         )
     return found
-
-
-_NCCL_ARGUMENTS = {"enable_nccl_nvls": ("NCCL_NVLS_ENABLE",), "enable_symm_mem": ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")}
-"""Arguments with which SGLang sets these variables to 1 in its processes (entrypoints/engine.py).
-
-Any earlier value is lost.
-"""
-
-
-def gpu_contradictions(settings: Settings, *, environment: Mapping[str, str]) -> list[str]:
-    """Do as `contradictions` for conflicts on GPUs only, in a run with this `environment`."""
-    if settings.supervised:
-        return []
-    if not settings.runtime.colocate:
-        return _nccl_ends(settings.rollout.sglang, environment) if settings.weight_transport == "broadcast" else []
-    if settings.weight_transport == "broadcast":
-        return [
-            "weights.transport is broadcast with runtime.colocate true, but NCCL cannot join a Megatron rank and an engine on the same GPU "
-            "into one group; leave it out, which means ipc, or set it to disk"
-        ]
-    if settings.weight_transport != "ipc":
-        return []
-    return [
-        f"weights.transport is ipc with {name}={environment[name]} in the environment, but expandable segments cannot be shared with an "
-        "engine; remove expandable_segments there, or set weights.transport to disk"
-        for name in ALLOCATOR_VARIABLES
-        if "expandable_segments:true" in environment.get(name, "").replace(" ", "").lower()
-    ]
-
-
-def _nccl_ends(sglang: Mapping[str, Any], environment: Mapping[str, str]) -> list[str]:
-    """Compare the NCCL settings of ranks and engines: NCCL fails in a group with unequal ends."""
-    return [
-        f"rollout.sglang.{name} is true, with which SGLang sets {variable} to 1 in the engines, but the ranks, which NCCL joins with them, "
-        f"have {environment.get(variable, '0')}; set {variable}=1 in the environment of the run, or remove it"
-        for name, variables in _NCCL_ARGUMENTS.items()
-        for variable in variables
-        if sglang.get(name) and environment.get(variable) != "1"
-    ]
 
 
 def setting_notes(settings: Settings) -> list[str]:

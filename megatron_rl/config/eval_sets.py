@@ -82,9 +82,10 @@ class EvalSettings(Section):
         ends = steps in (0, num_steps)
         return tuple(name for name in self.sets if (every := self.interval_of(name)) and (ends or steps % every == 0))
 
-    def longest_response(self, sampling: Section) -> int:
-        """Return the largest token budget of an answer, in evaluations and in the rollout's `sampling`."""
-        return max(vars(one)["max_response_tokens"] for one in (sampling, *(each.sampling.over(sampling) for each in self.sets.values())))
+    def longest_sampling(self, sampling: _Settings) -> _Settings:
+        """Return the sampling with the largest token budget of an answer: the rollout's `sampling`, or that of a set."""
+        every = (sampling, *(each.sampling.over(sampling) for each in self.sets.values()))
+        return max(every, key=lambda one: vars(one)["max_response_tokens"])
 
     def has_stop_strings(self, sampling: Section) -> bool:
         """Return True where engines look for strings in answers, in evaluations or by the rollout's `sampling`."""

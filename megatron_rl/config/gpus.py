@@ -1,10 +1,14 @@
-"""GPU types known to the planner."""
+"""GPU types known to the planner, and settings in conflict on GPUs."""
 
 import difflib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from megatron_rl.config.messages import joined_error
 from megatron_rl.errors import UserError
+from megatron_rl.system.process_variables import ALLOCATOR_VARIABLES
 
 GIB = 2**30
 
@@ -45,3 +49,42 @@ def find_gpu(name: str) -> Gpu:
     close = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.3)
     hint = f"did you mean {known[close[0]].name}?" if close else "give one of them"
     raise UserError(f"GPU type {name!r} is not known, known are {', '.join(GPUS)}; {hint}")
+
+
+_NCCL_ARGUMENTS = {"enable_nccl_nvls": ("NCCL_NVLS_ENABLE",), "enable_symm_mem": ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")}
+"""Arguments with which SGLang sets these variables to 1 in its processes (entrypoints/engine.py).
+
+Any earlier value is lost.
+"""
+
+
+def check_on_gpus(sglang: Mapping[str, Any], transport: str, *, colocate: bool, environment: Mapping[str, str] = os.environ) -> None:
+    """Raise UserError for settings in conflict on GPUs: of engines with these `sglang` arguments, and their weights' `transport`."""
+    wrong = list[str]()
+    if not colocate and transport == "broadcast":
+        wrong = _nccl_ends(sglang, environment)
+    elif transport == "broadcast":
+        wrong = [
+            "weights.transport is broadcast with runtime.colocate true, but NCCL cannot join a Megatron rank and an engine on the same GPU "
+            "into one group; leave it out, which means ipc, or set it to disk"
+        ]
+    elif colocate and transport == "ipc":
+        wrong = [
+            f"weights.transport is ipc with {name}={environment[name]} in the environment, but expandable segments cannot be shared with "
+            "an engine; remove expandable_segments there, or set weights.transport to disk"
+            for name in ALLOCATOR_VARIABLES
+            if "expandable_segments:true" in environment.get(name, "").replace(" ", "").lower()
+        ]
+    if wrong:
+        raise joined_error(wrong, origin="on GPUs")
+
+
+def _nccl_ends(sglang: Mapping[str, Any], environment: Mapping[str, str]) -> list[str]:
+    """Compare the NCCL settings of ranks and engines: NCCL fails in a group with unequal ends."""
+    return [
+        f"rollout.sglang.{name} is true, with which SGLang sets {variable} to 1 in the engines, but the ranks, which NCCL joins with them, "
+        f"have {environment.get(variable, '0')}; set {variable}=1 in the environment of the run, or remove it"
+        for name, variables in _NCCL_ARGUMENTS.items()
+        for variable in variables
+        if sglang.get(name) and environment.get(variable) != "1"
+    ]

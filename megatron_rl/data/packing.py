@@ -2,7 +2,7 @@
 
 The shift from token-aligned arrays to model positions happens here and nowhere else.
 
-Legend: B sequences of the batch, S of a micro-batch, T tokens on one context-parallel rank.
+Legend: B sequences of the batch, J trajectories, S sequences of a micro-batch, T tokens on one context-parallel rank.
 """
 
 import heapq
@@ -11,11 +11,38 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_rl.data.trajectories import Trajectories
 from megatron_rl.types import Bools, Doubles, Ints, Shard, StepTotals, TrainBatch
 
 ATTENTION_LENGTH = 24_576
 """Length at which causal attention costs as much as the rest of a layer: 12 x hidden size 2,048."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trajectories:
+    """Trajectories numbered by first sequence: `first` [J], its rows; `index` [B] in [0, J)."""
+
+    first: Ints
+    index: Ints
+
+    @classmethod
+    def of(cls, trajectory_ids: Ints) -> "Trajectories":
+        """Number the trajectories of ids [B], equal for the sequences of one."""
+        _, first, by_id = np.unique(trajectory_ids, return_index=True, return_inverse=True)
+        order = np.argsort(first)
+        number = np.empty_like(order)
+        number[order] = np.arange(len(order))
+        return cls(first[order], number[by_id])
+
+    @property
+    def single(self) -> bool:
+        """Return True when each sequence is a trajectory: `first` and `index` count the rows."""
+        return len(self.first) == len(self.index)
+
+    def sum(self, values: Ints) -> Ints:
+        """Return integers [B] added over each trajectory's sequences, [J]."""
+        total = np.zeros(len(self.first), np.int64)
+        np.add.at(total, self.index, values)
+        return total
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -109,9 +109,7 @@ class OwnRows:
     def __init__(self, *, settings: DataSettings, seed: int, need_response: bool) -> None:
         assert settings.source is not None, "without data.source there is a file"
         self._name = f"{KINDS['data_source'].setting} {settings.source}"
-        self._settings = settings
-        self._seed = seed
-        self._need_response = need_response
+        self._settings, self._seed, self._need_response = settings, seed, need_response
         made = load(settings.source, kind="data_source", args=settings.args)
         self._make: Callable[[], DataSource] = lambda: self._call("being made", lambda: made(seed=seed))
         self._source = self._make()

@@ -1,6 +1,7 @@
 """Responses of an engine. Legend: P prompt and R response tokens, L mixture layers, K experts."""
 
 import base64
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,3 +145,21 @@ def read_version(text: str) -> int:
         return int(text)
     except ValueError as error:
         raise EngineError(f"an engine serves weight version {text!r}, needs a number; only this program may update its weights") from error
+
+
+def refusal(content: bytes) -> str:
+    """Return the message of an error body, as {"error": {"message": ..}}, {"error": ".."} and so on."""
+    body = read_body(content)
+    if not isinstance(body, dict):
+        return str(body)
+    error = body.get("error", body)
+    return str(error.get("message", error) if isinstance(error, dict) else error)
+
+
+def read_body(content: bytes) -> Any:
+    """Return the value of JSON, the text of other content, None for no content."""
+    text = content.decode(errors="replace").strip()
+    try:
+        return json.loads(text) if text else None
+    except json.JSONDecodeError:
+        return text

@@ -7,7 +7,6 @@ import asyncio
 import base64
 import contextlib
 import itertools
-import json
 import time
 import uuid
 from collections import Counter
@@ -19,7 +18,7 @@ import aiohttp
 import numpy as np
 from pydantic_core import to_json
 
-from megatron_rl.engines.answers import EngineLoad, Generation, read_generation, read_load, read_version
+from megatron_rl.engines.answers import EngineLoad, Generation, read_body, read_generation, read_load, read_version, refusal
 from megatron_rl.engines.engine import EngineAddress
 from megatron_rl.engines.entropy_processor import PROCESSOR
 from megatron_rl.engines.sampling import Sampling
@@ -70,8 +69,7 @@ class EngineClient:
         self.pending, self.num_ended = Counter[bool](), 0
         """Control calls in progress, by whether they are `joint` with others, such as ranks, and how many have ended."""
         self.holds: str | None = None  # weights to which the engine takes deltas, see `received_weights.follow`
-        self._request_timeout_s = request_timeout_s
-        self._control_timeout_s = control_timeout_s
+        self._request_timeout_s, self._control_timeout_s = request_timeout_s, control_timeout_s
         # A pool for calls with several attempts, and a connection each for others.
         self._sessions: tuple[aiohttp.ClientSession, aiohttp.ClientSession] | None = None
         # Requests collected for one HTTP call, and the task that makes the call.
@@ -368,31 +366,13 @@ class EngineClient:
         if response.status != 200:
             reason = f"{refusal(content)} (HTTP {response.status})"
             raise EngineRefusal(f"the engine at {self.address.url} refused {path}: {reason}", status=response.status)
-        return _decode(content)
+        return read_body(content)
 
 
 def _session(connector: aiohttp.TCPConnector, api_key: str) -> aiohttp.ClientSession:
     # `trust_env` stays off: a proxy must not see traffic between our own processes.
     headers, timeout = {"Authorization": f"Bearer {api_key}"}, aiohttp.ClientTimeout(total=None, sock_connect=10)
     return aiohttp.ClientSession(headers=headers, connector=connector, timeout=timeout)
-
-
-def refusal(content: bytes) -> str:
-    """Return the message of an error body, as {"error": {"message": ..}}, {"error": ".."} and so on."""
-    body = _decode(content)
-    if not isinstance(body, dict):
-        return str(body)
-    error = body.get("error", body)
-    return str(error.get("message", error) if isinstance(error, dict) else error)
-
-
-def _decode(content: bytes) -> Any:
-    """Return the value of JSON, the text of other content, None for no content."""
-    text = content.decode(errors="replace").strip()
-    try:
-        return json.loads(text) if text else None
-    except json.JSONDecodeError:
-        return text
 
 
 def _noted(task: "asyncio.Task[Result]") -> "asyncio.Task[Result]":

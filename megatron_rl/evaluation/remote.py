@@ -84,21 +84,16 @@ def _read(answer: Any, prompt: Prompt) -> Sample:
     return replace(sample, stop_reason=StopReason.LENGTH if reason == "length" else StopReason.STOP)
 
 
-def evaluate_url(settings: Settings, *, url: str) -> list[SetResult]:
+async def evaluate_url(settings: Settings, *, url: str) -> list[SetResult]:
     """Evaluate model.path, a name, of the server at `url` on eval.sets; keep answers and results in run.directory."""
     if not settings.rollout.is_single_turn:
         raise UserError(f"--url was given with {settings.rollout.name}, but a server is asked once for each answer; remove it")
-    return asyncio.run(_evaluate(settings, url))
-
-
-async def _evaluate(settings: Settings, url: str) -> list[SetResult]:
     sets, rollout, log_path = settings.eval.sets, settings.rollout, settings.run.directory / "logs" / "rewards.log"
     rows = {name: read_rows(DataFiles(path=each.data), settings=settings.data) for name, each in sets.items()}
     prompts = {
         name: tuple(_prompt(f"{name}-{number}", row, settings.data) for number, row in enumerate(found)) for name, found in rows.items()
     }
-    longest = settings.eval.longest_response(rollout.sampling)
-    deadline_s = request_deadline_s(settings.model, rollout.sampling.model_copy(update={"max_response_tokens": longest}))
+    deadline_s = request_deadline_s(settings.model, settings.eval.longest_sampling(rollout.sampling))
     key = os.environ.get("OPENAI_API_KEY")
     async with AsyncExitStack() as stack:
         options: dict[str, Any] = {"num_workers": reward_workers(), "log_path": log_path}

@@ -181,11 +181,12 @@ def settle(translation: Translation, *, origin: str) -> list[str]:
     """
     from megatron_rl.config.decided import decide
     from megatron_rl.config.load import validate_settings
-    from megatron_rl.runtime.preflight import preflight_config
+    from megatron_rl.runtime.preflight import preflight
 
     while True:
         try:
-            preflight_config(decide(validate_settings(_nested(translation.settings), origin=origin), has_gpus=True)[0])
+            settings, _ = decide(validate_settings(_nested(translation.settings), origin=origin), has_gpus=True)
+            preflight(settings, config_only=True)
             return []
         except UserError as error:
             problems = [line.strip(" -") for line in str(error).splitlines()]

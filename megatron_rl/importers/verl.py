@@ -18,14 +18,7 @@ _AGGREGATIONS = {
     "seq-mean-token-sum": "sequence_mean_token_sum",
     "seq-mean-token-sum-norm": "sequence_mean_token_sum_norm",
 }
-_ESTIMATORS = {
-    "gae": "gae",
-    "reinforce_plus_plus": "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline": "reinforce_plus_plus_baseline",
-    "remax": "remax",
-    "rloo": "rloo",
-    "opo": "opo",
-}
+_ESTIMATORS = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "rloo", "opo")
 _LOSSES = {"gpg": "gpg", "clip_cov": "clip_cov", "kl_cov": "kl_cov", "geo_mean": "gmpo", "sapo": "sapo", "cispo": "cispo"}
 _REFERENCE = none("the reference has the policy's layout and passes")
 _PACKED = none("sequences are packed by training.max_tokens_per_micro_batch")
@@ -171,7 +164,7 @@ def _objective(t: Translation) -> None:
     """Translate estimator, loss, clips, KL, entropy and denominators."""
     estimator = t.take("algorithm.adv_estimator", "gae")
     if estimator in _ESTIMATORS:
-        t.settings["objective.advantage.kind"] = _ESTIMATORS[estimator]
+        t.settings["objective.advantage.kind"] = estimator
     elif estimator != "grpo":
         t.leave(f"algorithm.adv_estimator={estimator}", "nearest: objective.advantage, or a plug-in")
     if not t.flag("algorithm.norm_adv_by_std_in_grpo", True) and estimator == "grpo":

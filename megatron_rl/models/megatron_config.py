@@ -108,7 +108,7 @@ def _checkpoint_fields(spec: ModelSpec) -> dict[str, Any]:
         "activation_func_clamp_value": spec.activation_limit,
         "mtp_num_layers": None,
         # Without this field the tensor-parallel marks are off. The gradient norm is summed by the marks,
-        # and parameter_marks would be the only source.
+        # and mark_parameters would be the only source.
         "perform_initialization": True,
         "init_method": torch.nn.init.zeros_,
         "output_layer_init_method": torch.nn.init.zeros_,

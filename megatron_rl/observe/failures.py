@@ -1,13 +1,14 @@
 """Failed calls of plug-ins in a step: logged, counted by cause, and fatal beyond a share."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from megatron_rl.config.settings import RewardSettings, RolloutSettings
 from megatron_rl.errors import UserError, counted
 from megatron_rl.system.files import disk_errors
-from megatron_rl.types import Failure
+from megatron_rl.types import Failure, Group, RewardOutcome, last_samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +26,18 @@ class FailureLog:
     max_error_rate: float
     say: Callable[[str], None] = lambda words: None
     _noted: set[str] = field(default_factory=set)
+
+    @classmethod
+    def of_rollouts(cls, rollout: RolloutSettings, directory: Path, *, owner: str, say: Callable[[str], None]) -> "FailureLog":
+        """Return the log of a run's trajectories in its `directory`."""
+        rate, path = rollout.max_error_rate, directory / "logs" / "rollout.log"
+        return cls(path=path, calls="trajectories", owner=owner, setting="rollout.max_error_rate", max_error_rate=rate, say=say)
+
+    @classmethod
+    def of_rewards(cls, reward: RewardSettings, path: Path, *, say: Callable[[str], None]) -> "FailureLog":
+        """Return the log at `path` of a run's reward calls."""
+        rate, owner = reward.max_error_rate, f"reward.function {reward.function}"
+        return cls(path=path, calls="reward calls", owner=owner, setting="reward.max_error_rate", max_error_rate=rate, say=say)
 
     def note(self, failures: Sequence[Failure], *, total: int, step: int) -> None:
         """Write the failed calls of `step` by cause, each new one with its trace. Raises UserError of the disk."""
@@ -61,3 +74,19 @@ class FailureLog:
 def _headlines(failures: Sequence[Failure]) -> list[tuple[str, int]]:
     """Return the causes and their counts, the most frequent first."""
     return Counter(failure.headline for failure in failures).most_common()
+
+
+def rollout_failures(groups: Iterable[Group], *, owner: str) -> list[Failure]:
+    """Return the failed trajectories, each with prompt and plug-in in the trace."""
+    return [
+        replace(failure, trace=f"{owner} failed for prompt {group.id}: {failure.headline}\n{failure.trace}".rstrip())
+        for group in groups
+        for failure in group.failures
+    ]
+
+
+def reward_failures(groups: Iterable[Group]) -> tuple[list[Failure], int]:
+    """Return the failed reward calls, and the number of all."""
+    rewards = [sample.reward for group in groups for sample in last_samples(group.samples) if sample.reward is not None]
+    failed = [reward for reward in rewards if reward.outcome is not RewardOutcome.SCORED]
+    return [Failure(reward.outcome.value, reward.message.partition("\n")[0], reward.message) for reward in failed], len(rewards)

@@ -17,8 +17,7 @@ class PeakMemory:
     """
 
     def __init__(self, pid: int, *, interval_s: float = 2.0) -> None:
-        self._pid = pid
-        self._interval_s = interval_s
+        self._pid, self._interval_s = pid, interval_s
         self.peak_bytes = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="peak-memory", daemon=True)

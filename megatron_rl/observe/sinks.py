@@ -39,14 +39,10 @@ class Sinks:
         row: Mapping[str, float] | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> None:
-        lines = JsonLines(directory / METRICS_FILE, first_step=first_step)
-        self._first_step = first_step
-        self._row = {**(row or {}), **lines.row}
-        self._lines = lines
-        self._sinks: list[JsonLines | TensorBoard | WeightsAndBiases] = [
-            lines,
-            TensorBoard(directory / "tensorboard", first_step=first_step),
-        ]
+        self._first_step, self.lines = first_step, JsonLines(directory / METRICS_FILE, first_step=first_step)
+        self._row = {**(row or {}), **self.lines.row}
+        curves = TensorBoard(directory / "tensorboard", first_step=first_step)
+        self._sinks: list[JsonLines | TensorBoard | WeightsAndBiases] = [self.lines, curves]
         if settings.wandb_project is not None:
             self._sinks.append(WeightsAndBiases(directory, project=settings.wandb_project, config=config or {}))
 
@@ -56,10 +52,6 @@ class Sinks:
             metrics, self._row = {**self._row, **metrics}, {}
         for sink in self._sinks:
             sink.log(step, metrics)
-
-    def sync(self) -> None:
-        """Sync metrics.jsonl to the disk: a resumed run does not measure earlier steps again."""
-        self._lines.sync()
 
     def close(self) -> None:
         """Close every sink."""

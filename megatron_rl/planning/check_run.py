@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from contextlib import redirect_stdout
 
 from megatron_rl.config.decided import Decision
+from megatron_rl.config.gpus import find_gpu
 from megatron_rl.config.load import dump_settings
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import UserError
@@ -15,15 +16,19 @@ def check_run(settings: Settings, decisions: Iterable[Decision], *, resume: bool
 
     Raises UserError for a run that could not start, and for one that does not fit.
     """
-    from megatron_rl.planning.launch_plan import launch_plan, memory_plan
-    from megatron_rl.runtime.preflight import preflight, preflight_config
+    from megatron_rl.models.read_spec import read_model_spec
+    from megatron_rl.planning.launch_plan import launch_plan
+    from megatron_rl.planning.run_plan import plan_run
+    from megatron_rl.runtime.preflight import preflight
     from megatron_rl.runtime.target import find_target
 
     # Run before the first print, so that nothing else is printed beside an error. Output of the user's own functions
     # during the trial is no part of the settings file.
     with redirect_stdout(sys.stderr):
-        notes = preflight_config(settings) if config_only else preflight(settings, resume=resume)
-    plan = memory_plan(settings) if config_only else None
+        notes = preflight(settings, resume=resume, config_only=config_only)
+    plan, cluster = None, settings.runtime.cluster
+    if config_only and cluster.gpu is not None:
+        plan = plan_run(settings, read_model_spec(settings.model.path), gpu=find_gpu(cluster.gpu), num_nodes=cluster.num_nodes)
     planned = "" if plan is None else "".join(f"# {line}".rstrip() + "\n" for line in plan.lines())
     if plan is not None and not plan.fits:
         print(planned, end="", flush=True)
@@ -40,7 +45,7 @@ def check_run(settings: Settings, decisions: Iterable[Decision], *, resume: bool
     if resume and not config_only:
         from megatron_rl.runtime.resumption import resume_rows
 
-        tables["What would be resumed"] = resume_rows(settings)
+        tables["What would be resumed"] = resume_rows(settings.run, dump_settings(settings))
     print(dump_settings(settings))
     for title, rows in tables.items():
         print(f"# {title}")

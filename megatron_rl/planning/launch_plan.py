@@ -14,15 +14,12 @@ from megatron_rl.config.derived import (
     step_deadline_s,
     sync_deadline_s,
 )
-from megatron_rl.config.gpus import find_gpu
 from megatron_rl.config.order import FirstComplete
 from megatron_rl.config.settings import Settings
 from megatron_rl.config.yaml_text import format_value
 from megatron_rl.errors import counted
 from megatron_rl.models.attention.attention_choice import attention_name
 from megatron_rl.models.read_spec import read_model_spec
-from megatron_rl.planning.records import RunPlan
-from megatron_rl.planning.run_plan import plan_run
 from megatron_rl.runtime.engine_model import planned_model
 from megatron_rl.runtime.engines import engine_arguments, weight_sync
 from megatron_rl.runtime.placement import NodeShare, Placement
@@ -55,14 +52,6 @@ def launch_plan(settings: Settings, target: Target) -> dict[str, Mapping[str, st
         "Where it would be placed": elsewhere if placement is None else placement_rows(placement),
         "What it would run on": backends | {f"{package} here": version for package, version in chosen_backends().items()},
     }
-
-
-def memory_plan(settings: Settings) -> RunPlan | None:
-    """Return the run's need of the GPUs named by `runtime.cluster.gpu`, in seconds; None without a name."""
-    cluster = settings.runtime.cluster
-    if cluster.gpu is None:
-        return None
-    return plan_run(settings, read_model_spec(settings.model.path), gpu=find_gpu(cluster.gpu), num_nodes=cluster.num_nodes)
 
 
 def sizes(settings: Settings) -> dict[str, str]:

@@ -60,9 +60,8 @@ def best_layouts(
             f"no layout of {counted(num_gpus, 'GPU')} divides this model's {counted(spec.num_layers, 'layer')} and "
             f"{counted(spec.num_heads, 'head')}; use another number"
         )
-    ranks = counted(num_gpus, "rank")
+    ranks, fitting = counted(num_gpus, "rank"), list[tuple[Candidate, RunPlan]]()
     likely = [candidate for candidate in found if candidate.num_bytes <= _MARGIN * gpu.memory_bytes]
-    fitting: list[tuple[Candidate, RunPlan]] = []
     for first in range(0, min(len(likely), _BUILT_AT_MOST), _BUILT_AT_ONCE):
         last = min(first + _BUILT_AT_ONCE, len(likely), _BUILT_AT_MOST)
         say(f"{ranks}: building layouts {first + 1}-{last} of {len(likely)} likely ones, of {len(found)} that divide the model")

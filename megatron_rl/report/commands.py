@@ -47,7 +47,7 @@ def compare(runs: tuple[Path, ...], step: int | None, out: Path) -> None:
 
     RUN is a run.directory, or what `megatron-rl eval` wrote. Curves of all are drawn into one picture.
     """
-    from megatron_rl.report.compared_runs import compare_runs
+    from megatron_rl.report.curves import compare_runs
 
     compare_runs(runs, step=step, out=out)
 
@@ -82,7 +82,7 @@ def samples(directory: Path, step: int | None, worst: int | None, best: int, gro
 
     Example: megatron-rl samples runs/first --step 12 --worst 5
     """
-    from megatron_rl.report.printed_samples import printed_samples
+    from megatron_rl.report.run_samples import printed_samples
 
     worst = worst if worst is not None else 0 if best else 3
     for line in printed_samples(directory, step=step, worst=worst, best=best, group=group):

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.config.section import Section
 from megatron_rl.config.settings import Settings
 from megatron_rl.config.yaml_text import by_path, format_value
 from megatron_rl.observe.groups_of_interest import Answer, ends
@@ -45,9 +46,9 @@ def run_facts(directory: Path, summary: Summary | None, settings: Settings | Non
         yield "seed", str(settings.run.seed)
 
 
-def changed_settings(settings: Settings) -> list[Row]:
-    """Return the settings with other values than their defaults."""
-    return [(name, format_value(value)) for name, value in by_path(settings.model_dump(mode="json", exclude_defaults=True)).items()]
+def changed_settings(section: Section) -> list[Row]:
+    """Return the settings of a section, or of all, with other values than their defaults."""
+    return [(name, format_value(value)) for name, value in by_path(section.model_dump(mode="json", exclude_defaults=True)).items()]
 
 
 def evaluations(directory: Path) -> list[Row]:

@@ -34,7 +34,7 @@ from megatron_rl.engines.engine_pool import Urgency
 from megatron_rl.engines.sampling import Sampling
 from megatron_rl.errors import UserError, counted
 from megatron_rl.observe.console import PhaseProgress
-from megatron_rl.observe.failures import FailureLog
+from megatron_rl.observe.failures import FailureLog, reward_failures, rollout_failures
 from megatron_rl.observe.group_metrics import failure_metrics, rollout_metrics, tail_metrics
 from megatron_rl.observe.groups_of_interest import to_keep
 from megatron_rl.observe.live_state import EngineState
@@ -50,7 +50,7 @@ from megatron_rl.rollout.groups import GroupMaker, Score
 from megatron_rl.rollout.opened_rollout import opened_rollout
 from megatron_rl.rollout.production import Production
 from megatron_rl.rollout.sample_checks import without_stale_tokens
-from megatron_rl.types import Failure, Group, Prompt, RewardOutcome, Sample, TrainBatch, last_samples
+from megatron_rl.types import Group, Prompt, Sample, TrainBatch
 
 MAX_RESAMPLING_ROUNDS = 10
 IDLE_POLL_S = 0.02
@@ -91,21 +91,8 @@ class RolloutManager:
             seed=settings.run.seed,
             max_tokens=max_tokens,
         )
-        failure_log = partial(FailureLog, say=say)
-        self._rollout_failures = failure_log(
-            path=settings.run.directory / "logs" / "rollout.log",
-            calls="trajectories",
-            owner=self._maker.name,
-            setting="rollout.max_error_rate",
-            max_error_rate=settings.rollout.max_error_rate,
-        )
-        self._reward_failures = failure_log(
-            path=reward_log(settings.run.directory),
-            calls="reward calls",
-            owner=f"reward.function {settings.reward.function}",
-            setting="reward.max_error_rate",
-            max_error_rate=settings.reward.max_error_rate,
-        )
+        self._failures = FailureLog.of_rollouts(settings.rollout, settings.run.directory, owner=self._maker.name, say=say)
+        self._reward_failures = FailureLog.of_rewards(settings.reward, reward_log(settings.run.directory), say=say)
         self._choice = GroupChoice(settings.objective, settings.rollout.filter, samples_per_prompt=settings.data.samples_per_prompt)
         self.production = self._producing()
         self._returning: set[asyncio.Task[None]] = set()
@@ -189,12 +176,12 @@ class RolloutManager:
     async def join(self, addresses: Iterable[EngineAddress], *, serve_current: bool = False) -> None:
         """Open a client to each engine, for requests after the next sync, or `serve_current` ones."""
         model, rollout = self._settings.model, self._settings.rollout
-        longest = self._settings.eval.longest_response(rollout.sampling)
+        longest = self._settings.eval.longest_sampling(rollout.sampling)
         for address in addresses:
             # The one long control call is a sync: an engine may read all of a large model.
             client = EngineClient(
                 address,
-                request_timeout_s=request_deadline_s(model, rollout.sampling.model_copy(update={"max_response_tokens": longest})),
+                request_timeout_s=request_deadline_s(model, longest),
                 control_timeout_s=sync_deadline_s(model),
             )
             self.pool.join(await self._connections.enter_async_context(client))
@@ -294,7 +281,10 @@ class RolloutManager:
             chosen, renewed = await self._take(missing, step=step, progress=progress)
             taken += chosen
             num_renewed += renewed
-            self._check_rollouts(chosen, taken, step=step)
+            failures = [rollout_failures((each.group for each in groups), owner=self._maker.name) for groups in (chosen, taken)]
+            samples = self._settings.data.samples_per_prompt
+            self._failures.note(failures[0], total=samples * len(chosen), step=step + 1)
+            self._failures.check(failures[1], total=samples * len(taken))
             missing = wanted - sum(each.kept if resamples else not each.failed for each in taken)
             if not missing:
                 break
@@ -315,9 +305,8 @@ class RolloutManager:
         if not kept:
             # All groups are dropped: there is nothing to train on.
             batch = replace(batch, loss_mask=np.zeros(len(batch.tokens), np.bool_))
-        ages = self._settings.rollout.order.partial
         # Where tokens may age, a group without a young one waited for its rewards when its step ended.
-        surplus, num_renewed = (num_renewed, 0) if ages else (0, num_renewed)
+        surplus, num_renewed = (num_renewed, 0) if self._settings.rollout.order.partial else (0, num_renewed)
         tail = await self.production.leave_tail(step=step, shared=self._settings.runtime.colocate, num_surplus=surplus)
         return batch, {**self._metrics(taken, version=step), **self._watch.metrics(), "rollout/renewed_groups": Sum(num_renewed), **tail}
 
@@ -387,26 +376,10 @@ class RolloutManager:
         for group in groups:
             self._identical.add(group)
         self._identical.check(step=step, rollout=self._maker.name)
-        self._check_rewards(groups, step=step)
+        failures, num_calls = reward_failures(groups)
+        self._reward_failures.note(failures, total=num_calls, step=step + 1)
+        self._reward_failures.check(failures, total=num_calls)
         return chosen, renewed + again
-
-    def _check_rewards(self, groups: Sequence[Group], *, step: int) -> None:
-        """Record the failed reward calls of `groups`. Raises UserError for too many."""
-        rewards = [sample.reward for group in groups for sample in last_samples(group.samples) if sample.reward is not None]
-        failures = [
-            Failure(reward.outcome.value, reward.message.partition("\n")[0], reward.message)
-            for reward in rewards
-            if reward.outcome is not RewardOutcome.SCORED
-        ]
-        self._reward_failures.note(failures, total=len(rewards), step=step + 1)
-        self._reward_failures.check(failures, total=len(rewards))
-
-    def _check_rollouts(self, chosen: Sequence[Chosen], taken: Sequence[Chosen], *, step: int) -> None:
-        """Record the failures of `chosen`, the newest groups. Raises UserError for too many."""
-        num_samples = self._settings.data.samples_per_prompt
-        new, all_failures = (self._failures_of(each.group for each in groups) for groups in (chosen, taken))
-        self._rollout_failures.note(new, total=num_samples * len(chosen), step=step + 1)
-        self._rollout_failures.check(all_failures, total=num_samples * len(taken))
 
     # Held-out prompts
 
@@ -414,11 +387,3 @@ class RolloutManager:
         """Return `num_samples` answers to a prompt of the set `name`, ahead of training groups, with the rewards of the set."""
         of_set: dict[str, Any] = {"sampling": sampling, "score": self._scores.get(name), "urgency": Urgency.EVALUATION}
         return await self._maker.make(prompt, num_samples=num_samples, **of_set)
-
-    def _failures_of(self, groups: Iterable[Group]) -> list[Failure]:
-        """Return the failed trajectories, each with prompt and plug-in in the trace."""
-        return [
-            replace(failure, trace=f"{self._maker.name} failed for prompt {group.id}: {failure.headline}\n{failure.trace}".rstrip())
-            for group in groups
-            for failure in group.failures
-        ]

@@ -32,19 +32,7 @@ def check_samples(
     strays = [item for item in samples if not isinstance(item, Sample)]
     if strays:
         raise UserError(f"it returned a list with {strays[0]!r:.60} of type {type(strays[0]).__name__}, needs Sample")
-    parts = trajectories(samples)
-    counts = Counter(part[-1].role for part in parts) or {None: 0}
-    if set(counts.values()) != {num_samples}:
-        of_roles = "" if set(counts) == {None} else f" ({', '.join(f'{count} of role {role!r}' for role, count in counts.items())})"
-        raise UserError(
-            f"it returned {len(samples)} samples of {len(parts)} trajectories{of_roles}, needs {num_samples} trajectories"
-            f"{' of each role' if of_roles else ''}; samples that belong together have the same number in Sample.trajectory"
-        )
-    for part in parts:
-        if len(roles := {sample.role for sample in part}) > 1:
-            raise UserError(
-                f"it returned trajectory {part[0].trajectory} with samples of the roles {sorted(map(str, roles))}, needs one role"
-            )
+    _check_trajectories(samples, num_samples)
     indices = [sample.index for sample in samples]
     if sorted(indices) != list(range(len(samples))):
         raise UserError(f"it returned samples with the index {indices}, needs each of 0 to {len(samples) - 1} once")
@@ -60,6 +48,23 @@ def check_samples(
             "that the policy chose"
         )
     return tuple(samples)
+
+
+def _check_trajectories(samples: Sequence[Sample], num_samples: int) -> None:
+    """Raise UserError for another number of trajectories than `num_samples` of each role, and for one of several roles."""
+    parts = trajectories(samples)
+    counts = Counter(part[-1].role for part in parts) or {None: 0}
+    if set(counts.values()) != {num_samples}:
+        of_roles = "" if set(counts) == {None} else f" ({', '.join(f'{count} of role {role!r}' for role, count in counts.items())})"
+        raise UserError(
+            f"it returned {len(samples)} samples of {len(parts)} trajectories{of_roles}, needs {num_samples} trajectories"
+            f"{' of each role' if of_roles else ''}; samples that belong together have the same number in Sample.trajectory"
+        )
+    for part in parts:
+        if len(roles := {sample.role for sample in part}) > 1:
+            raise UserError(
+                f"it returned trajectory {part[0].trajectory} with samples of the roles {sorted(map(str, roles))}, needs one role"
+            )
 
 
 def _problem(sample: Sample, *, prompt: Prompt, vocab_size: int, max_tokens: int) -> str | None:

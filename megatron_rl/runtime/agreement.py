@@ -13,6 +13,7 @@ from megatron_rl.engines.sampling import make_sampling
 from megatron_rl.errors import EngineRefusal
 from megatron_rl.observe.metrics import metric_values
 from megatron_rl.rollout.manager import RolloutManager
+from megatron_rl.runtime.colocation import Phase
 from megatron_rl.runtime.run_records import RunRecords
 from megatron_rl.system.device import quiet_megatron_imports
 from megatron_rl.types import Floats, TrainBatch
@@ -40,10 +41,22 @@ with quiet_megatron_imports():
 class Agreement:
     """Compares the engines of `manager` with ranks whose parameters have `dtype`.
 
+    `log_probs` are those of the ranks, `take` brings the memory of a phase onto shared devices, and
     `wait` takes a coroutine with a name and a deadline in seconds.
     """
 
-    def __init__(self, settings: Settings, *, dtype: str, manager: RolloutManager, wait: Callable[..., Any], records: RunRecords) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        dtype: str,
+        log_probs: Callable[..., Floats],
+        manager: RolloutManager,
+        take: Callable[[Phase], None],
+        wait: Callable[..., Any],
+        records: RunRecords,
+    ) -> None:
+        self._log_probs, self._take = log_probs, take
         self._settings, self._path, self._dtype = settings, settings.model.path, dtype
         self._sampling, self._entropy = settings.rollout.sampling, settings.rollout.sampling.entropy
         self._manager, self._records, self._replays = manager, records, settings.training.routing_replay
@@ -98,7 +111,8 @@ class Agreement:
         self._records.say(said)
 
     def sample(self) -> SampledProbe:
-        """Let the engines answer a few prompts, with log-probs."""
+        """Let the engines answer a few prompts by their present weights, with log-probs; leave devices ready to compare."""
+        self._take(Phase.GENERATION)
         prompts = self._manager.prompts
         with self._records.phase("parity probe"):
             sampling = make_sampling(self._sampling, eos_token_ids=[prompts.tokenizer.eos_token_id])
@@ -108,12 +122,13 @@ class Agreement:
             probe: SampledProbe = self._wait(sample_probe(asked, pool, sampling=sampling), name="parity probe of the engines")
             self._fixed = self._fixed or fixed_tokens(asked, context_length=pool.address.context_length)
             self._scores = self._wait(score(self._fixed, pool, pool.membership.members), name="scores of fixed tokens")
-            return probe
+        self._take(Phase.SYNC)
+        return probe
 
-    def check_log_probs(self, probe: SampledProbe, log_probs: Callable[..., Floats], *, version: int) -> None:
-        """Compare the answers of weights of `version` with `log_probs` of the trainer. Raises ParityError."""
+    def check_log_probs(self, probe: SampledProbe, *, version: int) -> None:
+        """Compare the answers of weights of `version` with log-probs of the trainer. Raises ParityError."""
         with self._records.phase("parity probe"):
-            metrics = check_probe(probe, log_probs, limits=self.limits, replays=self._replays)
+            metrics = check_probe(probe, self._log_probs, limits=self.limits, replays=self._replays)
         values = metric_values(metrics)
         free = values.get("weights/parity_mean_without_replay")
         note = "" if free is None else f", mean {free:.1e} without routing replay"
@@ -122,13 +137,13 @@ class Agreement:
             f" {values['weights/parity_mean']:.1e} nats{note}"
         )
         self._records.add(metrics)
-        self.expect(log_probs, version=version)
+        self.expect(version=version)
         self._compare(self._scores)
 
-    def expect(self, log_probs: Callable[..., Floats], *, version: int) -> None:
+    def expect(self, *, version: int) -> None:
         """Keep the trainer's log-probs of the fixed tokens by weights of `version`."""
         if self._fixed is not None and (self.expected is None or self.expected[0] != version):
-            self.expected = version, self._fixed, log_probs(self._fixed, temperature=1.0)
+            self.expected = version, self._fixed, self._log_probs(self._fixed, temperature=1.0)
 
     async def prove(self, clients: Sequence[EngineClient]) -> None:
         """Let engines score the fixed tokens, where log-probs are `expected`. Raises ParityError."""
@@ -143,17 +158,10 @@ class Agreement:
         if reports:
             self._records.add(check_reports(reports, limits=limits, what="fixed tokens after a sync", name="scored"))
 
-    def likely_cause(
-        self,
-        probe: Callable[[], SampledProbe],
-        log_probs: Callable[..., Floats],
-        publish: Callable[[], object],
-        *,
-        samples: tuple[TrainBatch, int] | None = None,
-    ) -> str:
+    def likely_cause(self, publish: Callable[[], object], *, samples: tuple[TrainBatch, int] | None = None) -> str:
         """Return the likeliest cause of a disagreement between engines and trainer, by experiments.
 
-        `samples` are a batch to train on and the trainer's version. A fresh `probe` tells those that were changed from
+        `samples` are a batch to train on and the trainer's version. A fresh probe tells those that were changed from
         engines that compute otherwise, and another `publish` of the same weights stale ones from others.
         """
         spec, pool = read_model_spec(self._path), self._manager.pool
@@ -169,8 +177,8 @@ class Agreement:
             return next(filter(None, found), None)
 
         cause = likeliest(
-            probe(),
-            log_probs,
+            self.sample(),
+            self._log_probs,
             limits=self.limits,
             scoring=self._limits(scoring=True),
             replays=self._replays,
@@ -181,8 +189,8 @@ class Agreement:
             return cause
         if samples is None:
             return "a fresh probe of every engine agrees: the difference came and went"
-        drawn, temperature = partial(log_probs, entropy=self._entropy) if self._entropy else log_probs, self._sampling.temperature
-        kind = changed_samples(samples[0], drawn, version=samples[1], temperature=temperature, limits=self.limits)
+        drawn = partial(self._log_probs, entropy=self._entropy) if self._entropy else self._log_probs
+        kind = changed_samples(samples[0], drawn, version=samples[1], temperature=self._sampling.temperature, limits=self.limits)
         return (
             "likeliest cause: tokens, log-probs or versions of the samples are not as engines returned them, since a fresh probe of "
             f"every engine agrees; look at {self._settings.rollout.name}; it looks like {kind}"

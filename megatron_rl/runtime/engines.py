@@ -89,8 +89,7 @@ class EngineGroup:
         watchdog: Watchdog,
         gpus_of_ranks: Sequence[tuple[str, ...]] = (),
     ) -> None:
-        self._settings = settings
-        self._watchdog = watchdog
+        self._settings, self._watchdog = settings, watchdog
         self._make_workers: list[Callable[[], Any]] = []
         device_kind, placement = reservation.device_kind, reservation.placement
         mixture = _recorded_mixture(settings.model, settings.training)

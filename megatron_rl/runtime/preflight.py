@@ -19,10 +19,11 @@ import torch
 
 from megatron_rl.algorithms.objective import Objective
 from megatron_rl.algorithms.plug_in import PlugInAdvantage, PlugInLoss
-from megatron_rl.config.checks import gpu_contradictions, setting_notes
+from megatron_rl.config.checks import setting_notes
 from megatron_rl.config.data_settings import DataSettings
 from megatron_rl.config.derived import reward_workers
 from megatron_rl.config.eval_sets import EvalSettings
+from megatron_rl.config.gpus import check_on_gpus
 from megatron_rl.config.messages import joined_error
 from megatron_rl.config.settings import (
     ModelSettings,
@@ -64,7 +65,7 @@ with quiet_megatron_imports():
     from megatron_rl.models.config_json import read_config
     from megatron_rl.models.read_spec import read_model_spec
     from megatron_rl.models.weight_table import tensor_shapes
-    from megatron_rl.runtime.resumption import resumption_checks
+    from megatron_rl.runtime.resumption import check_run_directory, resumption_checks
     from megatron_rl.runtime.target import Target, find_target, no_gpu
     from megatron_rl.training.critic import critic_optimizer
     from megatron_rl.training.model_check import check_layout, check_model, check_tokens
@@ -79,21 +80,25 @@ OPTIMIZER_BYTES = 12
 RANK_BYTES = int(0.5 * GIB)
 ENGINE_BYTES = int(1.6 * GIB)
 """What a Megatron rank and an SGLang server take on the CPU before any weight, mostly imported code."""
-START_FILES = ("settings.yaml", "run.lock", "buffer.sqlite", "logs", "engine-", ".engine-", "status.json", ".status.json.")
-"""What a start writes before the first step. A directory with nothing else is that of a start that failed, and may be used again."""
 Checks: TypeAlias = list[Callable[[], list[str] | None]]
 """Each returns notes, if any, and raises UserError for a problem."""
 
 
-def preflight(settings: Settings, *, resume: bool = False, probe: bool = True, generates: bool = True) -> list[str]:
+def preflight(
+    settings: Settings, *, resume: bool = False, probe: bool = True, generates: bool = True, config_only: bool = False
+) -> list[str]:
     """Check the run before the start, and return notes.
 
     Checked are model, layout, upstream fields, reward function, data, run directory and resources.
-    With `probe` False the data files and the reward function are only found: no file is read and
-    the function is not called. This is for a caller that does both anyway before any expensive
-    start. A replay does not generate. Raises UserError with one line for every problem found.
+    With `probe` False the data files and the reward function are only found, for a caller that
+    reads and calls them before any expensive start. A replay does not generate. With `config_only`
+    no data and no machine is needed, and of the model config.json alone. Raises UserError with one
+    line for every problem found.
     """
     run, model, data, runtime = settings.run, settings.model, settings.data, settings.runtime
+    check_reward: Checks = [] if settings.supervised else [partial(_check_reward, settings.reward)]
+    if config_only:
+        return _run_checks([*_config_checks(settings, find_target(settings, config_only=True)), *check_reward], setting_notes(settings))
     if runtime.cluster.gpu is not None and runtime.ray_address is None and local_device().kind == "cpu":
         raise UserError(no_gpu(runtime.cluster.gpu, "this machine"))
     checks: Checks = [
@@ -106,20 +111,18 @@ def preflight(settings: Settings, *, resume: bool = False, probe: bool = True, g
         partial(check_interface, runtime),
         lambda: check_ends(load_tokenizer(model.path), model.path),
     ]
-    if data.source is not None:
-        checks.append(partial(require, data.source, "data_source", data.args))
+    checks += [] if data.source is None else [partial(require, data.source, "data_source", data.args)]
     if probe:
         reward = None if settings.supervised else settings.reward
         checks.append(partial(_check_rows, data, settings.eval, model.path, reward, seed=run.seed))
     else:
         paths = (*(files.path for files in data.sources), *(each.data for each in settings.eval.sets.values()))
-        checks += [partial(_check_found, path) for path in dict.fromkeys(paths)]
-        checks += [] if settings.supervised else [partial(_check_reward, settings.reward)]
+        checks += [*(partial(_check_found, path) for path in dict.fromkeys(paths)), *check_reward]
     checks.append(partial(_check_disk, run, model.path, has_critic=settings.objective.has_critic))
     if runtime.ray_address is None and local_device().kind == "cpu":
         engines = 0 if settings.supervised or not generates else settings.rollout.num_engines
         checks.append(partial(_check_cpu_memory, model, settings.training, settings.objective, num_engines=engines))
-    if runtime.ray_address is not None and not probe:
+    elif runtime.ray_address is not None and not probe:
         checks.append(partial(check_answers, runtime.ray_address))
     if not settings.rollout.is_single_turn and not settings.supervised:
         need_experts = settings.training.routing_replay
@@ -141,13 +144,6 @@ def check_interface(runtime: RuntimeSettings) -> None:
         )
 
 
-def preflight_config(settings: Settings) -> list[str]:
-    """Run the checks of `preflight` that need no data, no machines, and of the model config.json alone."""
-    checks = _config_checks(settings, find_target(settings, config_only=True))
-    checks += [] if settings.supervised else [partial(_check_reward, settings.reward)]
-    return _run_checks(checks, setting_notes(settings))
-
-
 def _config_checks(settings: Settings, target: Target) -> Checks:
     training, rollout = settings.training, settings.rollout
     checks: Checks = [
@@ -156,9 +152,9 @@ def _config_checks(settings: Settings, target: Target) -> Checks:
         partial(_check_optimizer, training, model_dtype(settings.model, target.device), has_critic=settings.objective.has_critic),
         partial(_check_placement, target, training.topology, num_nodes=settings.runtime.cluster.num_nodes),
     ]
-    if target.device.kind == "cuda":
-        checks.append(partial(check_on_gpus, settings))
     if not settings.supervised:
+        if target.device.kind == "cuda":
+            checks.append(partial(check_on_gpus, rollout.sglang, settings.weight_transport, colocate=settings.runtime.colocate))
         path, directory = settings.model.path, settings.run.directory
         checks.append(partial(_check_rollout, rollout, path, directory=directory, replays=training.routing_replay))
         sets = {f"eval.sets.{name}.sampling": one.sampling.over(rollout.sampling) for name, one in settings.eval.sets.items()}
@@ -177,27 +173,6 @@ def _run_checks(checks: Checks, notes: list[str]) -> list[str]:
         # Several checks read the same file: what one cannot read is one problem.
         raise joined_error(list(dict.fromkeys(problems)), origin="before the start")
     return notes
-
-
-def check_run_directory(directory: Path, *, resume: bool) -> list[str]:
-    """Refuse an unwritable directory or one with another run; return a note without a run to resume."""
-    for folder in (directory, *directory.absolute().parents):
-        if (folder.exists() or folder.is_symlink()) and not folder.is_dir():
-            kind = "a file" if folder.exists() else "a link to nothing"
-            raise UserError(f"run.directory is {directory}, but {folder} is {kind}; choose another directory")
-        if folder.is_dir():
-            if not os.access(folder, os.W_OK | os.X_OK):
-                raise UserError(
-                    f"run.directory is {directory}, but {folder} is not writable; choose another directory, or mend its permissions"
-                )
-            break
-    present = directory.is_dir() and any(not path.name.startswith(START_FILES) for path in directory.iterdir())
-    if present and not resume:
-        raise UserError(
-            f"run.directory {directory} holds a run already, needs an empty or new directory; continue that run with --resume, "
-            f"or set another run.directory"
-        )
-    return [f"there is nothing to resume in {directory}: a new run starts"] if resume and not present else []
 
 
 def _check_model(model: ModelSettings, training: TrainingSettings, target: Target) -> None:
@@ -267,12 +242,6 @@ def _check_rows(data: DataSettings, evaluation: EvalSettings, model: Path, rewar
             if settings is reward:
                 asyncio.run(check_gold(prompts, settings, score=runner.score, sets=evaluation.sets))
     return list(prompts.notes)
-
-
-def check_on_gpus(settings: Settings) -> None:
-    """Raise UserError for settings in conflict on GPUs."""
-    if wrong := gpu_contradictions(settings, environment=os.environ):
-        raise joined_error(wrong, origin="on GPUs")
 
 
 def _check_rollout(rollout: RolloutSettings, model: Path, *, directory: Path, replays: bool) -> None:

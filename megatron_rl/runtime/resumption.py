@@ -1,4 +1,4 @@
-"""The checkpoint for `--resume`, and faults visible by names, sizes and settings.
+"""The run directory before a start: the checkpoint for `--resume`, and faults visible by names, sizes and settings.
 
 Nothing is hashed or started.
 """
@@ -18,8 +18,8 @@ from megatron_rl.checkpoints.run_checkpoints import (
     naming_the_way_around,
     newest_checkpoint,
 )
-from megatron_rl.config.load import dump_settings, parse_yaml
-from megatron_rl.config.settings import RunSettings, Settings
+from megatron_rl.config.load import parse_yaml
+from megatron_rl.config.settings import RunSettings
 from megatron_rl.config.yaml_text import by_path, format_value
 from megatron_rl.data.buffer import BUFFER_FILE
 from megatron_rl.data.sqlite_file import check_database
@@ -37,16 +37,16 @@ _OF_FILES = {"names", "num_mtp_layers"}
 """Fields of a ModelSpec that an exported policy need not share with the model that it was made from."""
 
 
-def resume_rows(settings: Settings) -> dict[str, str]:
-    """Return the checkpoint to resume from, and every changed setting. Raises UserError."""
-    directory = settings.run.directory
+def resume_rows(run: RunSettings, settings: str) -> dict[str, str]:
+    """Return the checkpoint to resume from, and every change in the `settings`, as YAML. Raises UserError."""
+    directory = run.directory
     found = newest_checkpoint(directory)
     skipped = {f"passed over, not complete ({number})": str(path) for number, path in enumerate(incomplete_checkpoints(directory), start=1)}
     if found is None:
         return {"checkpoint": f"none in {directory}: the run would start at step 1"} | skipped
     path, state = found
-    rows = {"checkpoint": str(path), "steps": f"{state.step} of run.num_steps {settings.run.num_steps} are done"} | skipped
-    return rows | dict(_changes(directory / SETTINGS_FILE, by_path(parse_yaml(dump_settings(settings), origin="the settings"))))
+    rows = {"checkpoint": str(path), "steps": f"{state.step} of run.num_steps {run.num_steps} are done"} | skipped
+    return rows | dict(_changes(directory / SETTINGS_FILE, by_path(parse_yaml(settings, origin="the settings"))))
 
 
 def _changes(file: Path, now: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -84,6 +84,31 @@ def check_is_not_a_copy(config: Path | None, directory: Path) -> None:
             f"--resume was given with {config}, which lies in a run's directory and names another as run.directory, {directory}; add "
             f"run.directory={place} to continue the run here, or give {directory / SETTINGS_FILE} to continue that one"
         )
+
+
+START_FILES = ("settings.yaml", "run.lock", "buffer.sqlite", "logs", "engine-", ".engine-", "status.json", ".status.json.")
+"""What a start writes before the first step. A directory with nothing else is that of a start that failed, and may be used again."""
+
+
+def check_run_directory(directory: Path, *, resume: bool) -> list[str]:
+    """Refuse an unwritable directory or one with another run; return a note without a run to resume."""
+    for folder in (directory, *directory.absolute().parents):
+        if (folder.exists() or folder.is_symlink()) and not folder.is_dir():
+            kind = "a file" if folder.exists() else "a link to nothing"
+            raise UserError(f"run.directory is {directory}, but {folder} is {kind}; choose another directory")
+        if folder.is_dir():
+            if not os.access(folder, os.W_OK | os.X_OK):
+                raise UserError(
+                    f"run.directory is {directory}, but {folder} is not writable; choose another directory, or mend its permissions"
+                )
+            break
+    present = directory.is_dir() and any(not path.name.startswith(START_FILES) for path in directory.iterdir())
+    if present and not resume:
+        raise UserError(
+            f"run.directory {directory} holds a run already, needs an empty or new directory; continue that run with --resume, "
+            f"or set another run.directory"
+        )
+    return [f"there is nothing to resume in {directory}: a new run starts"] if resume and not present else []
 
 
 def resumption_checks(run: RunSettings, model: Path, *, has_buffer: bool) -> list[Callable[[], list[str] | None]]:

@@ -1,7 +1,7 @@
 """The calls of the loop: a run with engines, and what every run has.
 
 `Run` trains, saves, logs, resumes and ends. `RolloutRun` gets its batches from engines and gives
-weights to them; `supervised_run.SupervisedRun` reads batches from a file.
+weights to them; the `runs_without_engines` read batches from files.
 """
 
 import time
@@ -10,25 +10,15 @@ from collections.abc import Collection, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 from ray.exceptions import RayError
 
 from megatron_rl.algorithms.rounding_limits import Expected
-from megatron_rl.checkpoints.run_checkpoints import (
-    SETTINGS_FILE,
-    CheckpointWriter,
-    RunState,
-    incomplete_checkpoints,
-    link_policy,
-    naming_the_way_around,
-    newest_checkpoint,
-    oldest_step,
-)
+from megatron_rl.checkpoints.run_checkpoints import CheckpointWriter, RunState, load_newest, oldest_step
 from megatron_rl.config.derived import sync_deadline_s
-from megatron_rl.config.settings import Settings
-from megatron_rl.errors import CheckpointError, DeadlineError, EngineDiedError, MegatronRLError, ParityError, UserError, counted
+from megatron_rl.config.settings import RunSettings, Settings
+from megatron_rl.errors import DeadlineError, EngineDiedError, MegatronRLError, ParityError, UserError, counted
 from megatron_rl.observe.console import PhaseProgress
 from megatron_rl.observe.metrics import Mean, Metric, metric_values
 from megatron_rl.observe.summary import asked_to_end, status_of
@@ -43,7 +33,6 @@ from megatron_rl.runtime.trainers import TrainerGroup
 from megatron_rl.runtime.watchdog import Watchdog
 from megatron_rl.system.deadlines import ENGINE_CONTROL_S
 from megatron_rl.types import TrainBatch
-from megatron_rl.weights.parity import SampledProbe
 from megatron_rl.weights.sync import WeightSync
 
 Result = TypeVar("Result")
@@ -52,13 +41,14 @@ Result = TypeVar("Result")
 class Run(ABC):
     """The methods called by `train_loop`, and the first and the last calls around the loop."""
 
-    def __init__(self, settings: Settings, *, ranks: TrainerGroup, records: RunRecords, devices: SharedDevices | None = None) -> None:
+    def __init__(
+        self, run: RunSettings, *, groups_per_step: int, ranks: TrainerGroup, records: RunRecords, devices: SharedDevices | None = None
+    ) -> None:
         """`devices` are those shared by ranks and engines, None for devices of their own."""
-        self._settings, self._ranks, self._devices, self._records = settings, ranks, devices, records
-        self.num_steps, self._directory = settings.run.num_steps, settings.run.directory
+        self._groups_per_step, self._ranks, self._devices, self._records = groups_per_step, ranks, devices, records
+        self.num_steps, self._directory = run.num_steps, run.directory
         """Steps of the whole run with a batch each, and the directory of its output."""
-        self._directory_identity = _identity(self._directory)
-        self._checkpoints = CheckpointWriter(settings.run, ranks=ranks)
+        self._checkpoints = CheckpointWriter(run, ranks=ranks)
         self.trained_steps = self._saved_steps = 0
         self._ranks_are_idle = False  # True during waits for samples
         self.engines_have_weights = False  # True where they have served this run, before its ranks were started again
@@ -105,9 +95,9 @@ class Run(ABC):
 
     def next_batch(self, step: int) -> TrainBatch:
         """Return the sequences of this step. Raises UserError when the run directory is gone."""
-        self._check_directory()
+        self._checkpoints.check_directory()
         self._take_devices(Phase.GENERATION)
-        with self._records.phase("rollout", clock="rollout_wait", total=self._settings.data.prompts_per_step, unit="groups") as progress:
+        with self._records.phase("rollout", clock="rollout_wait", total=self._groups_per_step, unit="groups") as progress:
             batch, metrics = self._make_batch(step, progress=progress)
         self._records.add(metrics)
         return batch
@@ -135,7 +125,7 @@ class Run(ABC):
         one begins or the run ends. Raises UserError as `next_batch`, and when the previous save
         could not be written.
         """
-        self._check_directory()
+        self._checkpoints.check_directory()
         self._finish_save()
         self._take_devices(Phase.TRAINING)
         with finishing_first(), self._records.phase("save"):
@@ -151,7 +141,7 @@ class Run(ABC):
         """Put the save in place, without `waits` only a written one; a kill before loses it."""
         if not (self._checkpoints.is_writing if waits else self._checkpoints.is_written()):
             return
-        self._check_directory()
+        self._checkpoints.check_directory()
         with finishing_first(), self._records.phase("save"):
             self._records.say(*self._checkpoints.finish())
             self._forget(before_step=oldest_step(self._directory))
@@ -167,21 +157,6 @@ class Run(ABC):
             with finishing_first(), self._records.phase("swap"):
                 self._devices.take(phase)
 
-    # The run directory
-
-    def _has_its_directory(self) -> bool:
-        """Return False where the run directory was deleted, moved or replaced by another one."""
-        return (self._directory / SETTINGS_FILE).exists() and _identity(self._directory) == self._directory_identity
-
-    def _check_directory(self) -> None:
-        """Raise UserError when the run's output would no longer be kept."""
-        if not self._has_its_directory():
-            happened = "replaced by another directory" if self._directory.exists() else "deleted or moved"
-            raise UserError(
-                f"run.directory {self._directory} was {happened} while the run was going, so that nothing it makes would be kept; "
-                f"start it again in a directory that stays"
-            )
-
     # Before and after the loop
 
     def resume(self, *, weights_only: bool = False) -> int:
@@ -189,27 +164,12 @@ class Run(ABC):
 
         `weights_only` as in `Trainer.load`. Raises CheckpointError for one that cannot be loaded.
         """
-        for path in incomplete_checkpoints(self._directory):
-            self._records.say(f"{path} is not complete and is passed over; it can be deleted")
-        found = newest_checkpoint(self._directory)
-        if found is None:
-            self._records.say(*self._rewind(step=0, position=None))
+        how: dict[str, Any] = {"ranks": self._ranks, "rewind": self._rewind, "phase": self._records.phase, "say": self._records.say}
+        state = load_newest(self._directory, weights_only=weights_only, before=partial(self._take_devices, Phase.TRAINING), **how)
+        if state is None:
             return 0
-        path, state = found
-        self._take_devices(Phase.TRAINING)
-        with self._records.phase("load"):
-            try:
-                with naming_the_way_around(self._directory):
-                    changes = self._ranks.load(path / "megatron", weights_only=weights_only)
-                notes = self._rewind(step=state.step, position=state.source)
-            except UserError as error:
-                raise CheckpointError(str(error)) from error
-        # A kill may have come between the checkpoint and the link.
-        link_policy(path)
         self._records.first_evaluation, self._records.logged_steps = state.first_evaluation, state.step
         self.trained_steps = self._saved_steps = state.step
-        self._records.say(f"resumed from {path} after {counted(state.step, 'step')}" + (", with a new optimizer" if weights_only else ""))
-        self._records.say(*changes, *notes)
         return state.step
 
     def finish(self) -> None:
@@ -225,7 +185,7 @@ class Run(ABC):
         here are reported and do not hide `error`. Nothing is written where the run directory is
         gone. Raises UserError when the disk is full.
         """
-        if not self._has_its_directory():
+        if not self._checkpoints.has_directory():
             return
         # A second signal does not wait for what follows.
         self._records.write_summary(status_of(error), steps=self.trained_steps)
@@ -282,12 +242,13 @@ class RolloutRun(Run):
         ranks: TrainerGroup,
         records: RunRecords,
     ) -> None:
-        super().__init__(settings, ranks=ranks, records=records, devices=devices)
-        self._manager, self._sync, self._watchdog = manager, sync, watchdog
+        data = settings.data
+        super().__init__(settings.run, groups_per_step=data.prompts_per_step, ranks=ranks, records=records, devices=devices)
+        self._settings, self._manager, self._sync, self._watchdog = settings, manager, sync, watchdog
         self._evaluations = RunEvaluations(settings, manager, watchdog=watchdog, wait=self._wait_for_samples, records=records)
-        self._agreement = Agreement(settings, dtype=dtype, manager=manager, wait=self._wait, records=records)
+        parts: dict[str, Any] = {"manager": manager, "wait": self._wait, "records": records}
+        self._agreement = Agreement(settings, dtype=dtype, log_probs=ranks.log_probs, take=self._take_devices, **parts)
         self._version: int | None = None  # of the trainer's weights, where engines serve them, too
-        self._generation_deadline_s = partial(generation_deadline_s, settings.model, settings.rollout, settings.reward)
         records.follow("rollout", lambda: manager.busy_s)
 
     def _wait(self, work: Coroutine[Any, Any, Result], *, name: str, timeout_s: float = ENGINE_CONTROL_S) -> Result:
@@ -327,34 +288,24 @@ class RolloutRun(Run):
             self.publish(version=step)
         else:
             self._agreement.check_weights(partial(self.publish, version=step), resumed=step > 0)
-        probe = self._probe()
+        probe = self._agreement.sample()
         try:
-            self._agreement.check_log_probs(probe, self._ranks.log_probs, version=step)
+            self._agreement.check_log_probs(probe, version=step)
         except ParityError as error:
             raise self._explained(error, version=step) from error
         self.evaluate(step=step, goes_on=True)
         self.log(step=step)
 
     def _make_batch(self, step: int, *, progress: PhaseProgress) -> tuple[TrainBatch, dict[str, Metric]]:
-        data = self._settings.data
-        rounds = MAX_RESAMPLING_ROUNDS if self._settings.objective.zero_variance == "resample" else 1
-        timeout_s = rounds * self._generation_deadline_s(num_samples=data.prompts_per_step * data.samples_per_prompt)
+        settings = self._settings
+        rounds = MAX_RESAMPLING_ROUNDS if settings.objective.zero_variance == "resample" else 1
+        of_round_s = generation_deadline_s(settings.model, settings.rollout, settings.reward, num_samples=settings.sequences_per_step)
         making = self._manager.next_batch(step, progress=progress)
-        batch, metrics = self._wait_for_samples(making, name=f"rollout of step {step + 1}", timeout_s=timeout_s)
-        renewed = metric_values(metrics)["rollout/renewed_groups"]
-        if renewed:
-            limit = self._settings.rollout.max_staleness
-            self._records.say(
-                f"step {step + 1}: {counted(round(renewed), 'group')} made anew, because rollout.max_staleness is {limit} now"
-            )
+        batch, metrics = self._wait_for_samples(making, name=f"rollout of step {step + 1}", timeout_s=rounds * of_round_s)
+        if renewed := round(metric_values(metrics)["rollout/renewed_groups"]):
+            because = f"because rollout.max_staleness is {settings.rollout.max_staleness} now"
+            self._records.say(f"step {step + 1}: {counted(renewed, 'group')} made anew, {because}")
         return batch, metrics
-
-    def _probe(self) -> SampledProbe:
-        """Return answers of the engines' present weights, with the devices ready to compare."""
-        self._take_devices(Phase.GENERATION)
-        probe = self._agreement.sample()
-        self._take_devices(Phase.SYNC)
-        return probe
 
     def train(self, batch: TrainBatch, *, step: int, expected: Expected | None = None, rows: Collection[int] = ()) -> None:
         """Train on one batch; keep tokens' values, measure the share of time with busy engines. Raises ParityError with its cause."""
@@ -391,7 +342,7 @@ class RolloutRun(Run):
         self._version = None
         self._take_devices(Phase.SYNC)
         if proves:
-            self._agreement.expect(self._ranks.log_probs, version=version)
+            self._agreement.expect(version=version)
         # On shared devices no engine returns, and none can score before it has all its memory.
         prove = self._agreement.prove if proves and self._devices is None else None
         # The sync keeps a separate deadline, and names the late process.
@@ -415,15 +366,15 @@ class RolloutRun(Run):
         again, samples = partial(self._sync_weights, version, proves=False), None if batch is None else (batch, version)
         if batch is not None and self._devices is not None:
             again()  # engines that share GPUs lose their weights while the trainer trains
-        cause = self._agreement.likely_cause(self._probe, self._ranks.log_probs, again, samples=samples)
+        cause = self._agreement.likely_cause(again, samples=samples)
         return ParityError(f"{error}; {cause}")
 
     def evaluate(self, *, step: int, goes_on: bool = False) -> None:
         """Evaluate the weights after `step` steps on the sets that are due, where a killed run was if it `goes_on`."""
-        if not self._evaluations.due(step):
+        if not (names := self._settings.eval.due(steps=step, num_steps=self.num_steps)):
             return
         self._take_devices(Phase.GENERATION)
-        self._evaluations.begin(step=step, goes_on=goes_on)
+        self._evaluations.begin(names, step=step, goes_on=goes_on)
         if not self._settings.rollout.max_staleness or self._devices is not None or step == self.num_steps:
             self._evaluations.finish(late=False)
 
@@ -447,9 +398,3 @@ class RolloutRun(Run):
 
     def _forget(self, *, before_step: int) -> None:
         self._wait(self._manager.forget(before_step=before_step), name="pruning the buffer")
-
-
-def _identity(directory: Path) -> tuple[int, int]:
-    """Return device and inode; both stay the same when the directory is renamed."""
-    found = directory.stat()
-    return found.st_dev, found.st_ino

@@ -5,9 +5,11 @@ import shutil
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from megatron_rl.config.derived import FEWEST_REQUESTS, request_deadline_s, reward_workers
+from megatron_rl.config.eval_sets import EvalSettings
 from megatron_rl.config.settings import ModelSettings, RewardSettings, RolloutSettings, Settings
 from megatron_rl.evaluation.evaluator import EVALUATION_DIRECTORY, Evaluator, SetResult, weight_files
 from megatron_rl.observe.console import PhaseProgress
@@ -26,23 +28,21 @@ class _Begun:
 
 
 class RunEvaluations:
-    """Evaluates the weights after a step on the sets that are due, by `manager`; `wait` waits for samples."""
+    """Evaluates the weights after a step on sets, by `manager`; `wait` waits for samples."""
 
     def __init__(
         self, settings: Settings, manager: RolloutManager, *, watchdog: Watchdog, wait: Callable[..., Any], records: RunRecords
     ) -> None:
-        self._settings, self._evaluator, self._watchdog = settings, make_evaluator(settings, manager), watchdog
-        self._wait, self._records = wait, records
+        run, rollout, reward = settings.run, settings.rollout, settings.reward
+        self._settings, self._watchdog, self._wait, self._records = settings, watchdog, wait, records
+        self._evaluator = make_evaluator(settings.eval, manager, rollout=rollout, reward=reward, seed=run.seed)
+        self._deadline_s = partial(evaluation_deadline_s, settings.eval, settings.model, rollout, reward)
         self._begun: _Begun | None = None
         self._running: Future[list[SetResult]] | None = None
 
-    def due(self, step: int) -> tuple[str, ...]:
-        """Return the sets to evaluate after `step` steps."""
-        return self._settings.eval.due(steps=step, num_steps=self._settings.run.num_steps)
-
-    def begin(self, *, step: int, goes_on: bool) -> None:
-        """Begin the evaluation after `step` steps; one that was killed `goes_on` where it was."""
-        run, names, model = self._settings.run, self.due(step), self._settings.model.path
+    def begin(self, names: tuple[str, ...], *, step: int, goes_on: bool) -> None:
+        """Begin the evaluation of the sets `names` after `step` steps; one that was killed `goes_on` where it was."""
+        run, model = self._settings.run, self._settings.model.path
         progress = PhaseProgress("eval", total=self._evaluator.num_prompts(names), unit="prompts")
         running = self._evaluator.run(
             names,
@@ -59,7 +59,7 @@ class RunEvaluations:
         if self._begun is None:
             return
         begun, self._begun = self._begun, None
-        timeout_s = evaluation_deadline_s(self._settings, num_samples=self._evaluator.num_answers(begun.names))
+        timeout_s = self._deadline_s(num_samples=self._evaluator.num_answers(begun.names))
         try:
             with self._records.phase("eval", progress=begun.progress):
                 results = self._wait(begun.running, name=f"evaluation after step {begun.step}", timeout_s=timeout_s)
@@ -80,11 +80,12 @@ class RunEvaluations:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def make_evaluator(settings: Settings, manager: RolloutManager) -> Evaluator:
+def make_evaluator(
+    evaluation: EvalSettings, manager: RolloutManager, *, rollout: RolloutSettings, reward: RewardSettings, seed: int
+) -> Evaluator:
     """Return the evaluator of a run's sets, on the engines of `manager`."""
-    prompts = manager.prompts
-    run: dict[str, Any] = {"rollout": settings.rollout, "reward": settings.reward, "seed": settings.run.seed}
-    return Evaluator(settings.eval, manager.answer, prompts=prompts.held_out, tokenizer=prompts.tokenizer, **run)
+    run: dict[str, Any] = {"rollout": rollout, "reward": reward, "seed": seed}
+    return Evaluator(evaluation, manager.answer, prompts=manager.prompts.held_out, tokenizer=manager.prompts.tokenizer, **run)
 
 
 def generation_deadline_s(
@@ -102,9 +103,9 @@ def generation_deadline_s(
     return waves * wave_s + math.ceil(num_samples / (num_workers or reward_workers())) * reward.timeout_s
 
 
-def evaluation_deadline_s(settings: Settings, *, num_samples: int) -> float:
+def evaluation_deadline_s(
+    evaluation: EvalSettings, model: ModelSettings, rollout: RolloutSettings, reward: RewardSettings, *, num_samples: int
+) -> float:
     """Return the deadline in seconds for `num_samples` answers of an evaluation, as long as the longest of any set."""
-    longest = settings.eval.longest_response(settings.rollout.sampling)
-    sampling = settings.rollout.sampling.model_copy(update={"max_response_tokens": longest})
-    rollout = settings.rollout.model_copy(update={"sampling": sampling})
-    return generation_deadline_s(settings.model, rollout, settings.reward, num_samples=num_samples)
+    longest = rollout.model_copy(update={"sampling": evaluation.longest_sampling(rollout.sampling)})
+    return generation_deadline_s(model, longest, reward, num_samples=num_samples)

@@ -85,7 +85,8 @@ class RunRecords:
     def so_far(self, *, durable: bool = False) -> dict[str, float]:
         """Return all measurements since the last log; with `durable`, earlier rows are on the disk."""
         if durable:
-            self._sinks.sync()
+            # A resumed run does not measure earlier steps again.
+            self._sinks.lines.sync()
         for name, (clock, before_s) in self._clocks.items():
             self._clocks[name] = clock, clock()
             self._timer.add(name, self._clocks[name][1] - before_s)

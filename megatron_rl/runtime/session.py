@@ -59,7 +59,7 @@ def train(settings: Settings, *, resume: bool, weights_only: bool = False, repla
         with _announcing_failure(console, directory):
             _clean_up(console)
             start = RunStart(settings, stack, StartReport(console, timer))
-            begin = partial(_begin, settings, start, replay=replay, console=console, memory=memory, timer=timer)
+            begin = partial(_begin, start, replay=replay, console=console, memory=memory, timer=timer)
             returns = RankReturns(settings.runtime.restarts, directory=directory, note=start.report.note)
             run, origin = begin(resume=resume), _newest(directory)
             while True:
@@ -76,11 +76,9 @@ def train(settings: Settings, *, resume: bool, weights_only: bool = False, repla
                     resume, weights_only = True, weights_only and _newest(directory) == origin
 
 
-def _begin(
-    settings: Settings, start: RunStart, *, resume: bool, replay: Path | None, console: RunConsole, memory: PeakMemory, timer: PhaseTimer
-) -> Run:
+def _begin(start: RunStart, *, resume: bool, replay: Path | None, console: RunConsole, memory: PeakMemory, timer: PhaseTimer) -> Run:
     """Start the processes of the run that do not serve yet, and return the run."""
-    directory = settings.run.directory
+    settings, directory = start.settings, start.settings.run.directory
     # Seconds of a step that was broken off are none of the next row's.
     timer.take()
     with timer.measure("start"), console.phase("start"):
@@ -184,11 +182,13 @@ def evaluate(settings: Settings) -> list[SetResult]:
         # Nothing is trained on, so nothing has to be kept.
         scratch = stack.enter_context(scratch_directory()).path
         start, console, manager, dtype = stack.enter_context(_engines_alone(settings, buffer=scratch / BUFFER_FILE, trains=False))
-        evaluator = make_evaluator(settings, manager)
+        rollout, reward = settings.rollout, settings.reward
+        evaluator = make_evaluator(settings.eval, manager, rollout=rollout, reward=reward, seed=settings.run.seed)
         with console.phase("eval", total=evaluator.num_prompts(names), unit="prompts") as progress:
             facts = {"model": str(settings.model.path), "files": weight_files(settings.model.path), "dtype": dtype}
             running = evaluator.run(names, directory=directory, facts=facts, goes_on=True, advance=progress.advance)
-            timeout_s = evaluation_deadline_s(settings, num_samples=evaluator.num_answers(names))
+            num_samples = evaluator.num_answers(names)
+            timeout_s = evaluation_deadline_s(settings.eval, settings.model, rollout, reward, num_samples=num_samples)
             return start.watchdog.wait(running, name="evaluation", owner="the engines", timeout_s=timeout_s)
 
 

@@ -19,6 +19,7 @@ import ray
 
 from megatron_rl.checkpoints.run_checkpoints import LOCK_FILE, naming_the_way_around, newest_checkpoint
 from megatron_rl.config.derived import dtype_name, sync_deadline_s
+from megatron_rl.config.gpus import check_on_gpus
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.buffer import BUFFER_FILE
 from megatron_rl.data.source import RunPrompts
@@ -35,11 +36,9 @@ from megatron_rl.runtime.engine_model import EngineModel, make_model
 from megatron_rl.runtime.engine_returns import EngineReturns
 from megatron_rl.runtime.engines import EngineGroup
 from megatron_rl.runtime.placement import Needs
-from megatron_rl.runtime.preflight import check_on_gpus
 from megatron_rl.runtime.ray_session import ray_cluster
-from megatron_rl.runtime.replay_run import ReplayRun, open_record
 from megatron_rl.runtime.run import RolloutRun, Run
-from megatron_rl.runtime.supervised_run import SupervisedRun
+from megatron_rl.runtime.runs_without_engines import ReplayRun, SupervisedRun, open_record
 from megatron_rl.runtime.target import no_gpu
 from megatron_rl.runtime.trainers import TrainerGroup, printed_stacks
 from megatron_rl.runtime.watchdog import OpenWait, Watchdog
@@ -113,7 +112,7 @@ class RunStart:
     """
 
     def __init__(self, settings: Settings, stack: ExitStack, report: StartReport) -> None:
-        self._settings, self._stack, self.report = settings, stack, report
+        self.settings, self._stack, self.report = settings, stack, report
         self._stacks = settings.run.directory / "logs" / STACKS_FILE
         self.watchdog = stack.enter_context(Watchdog(note=report.note, late=self._note_late))
         self.life = stack.enter_context(ExitStack())
@@ -146,7 +145,7 @@ class RunStart:
         """Write the run's state from here until its end; only after the claim of its directory."""
         if self._status is not None:
             return
-        run = self._settings.run
+        run = self.settings.run
         status = StatusFile(
             run.directory,
             num_steps=run.num_steps,
@@ -159,22 +158,20 @@ class RunStart:
 
     def supervised(self, *, resume: bool) -> Callable[..., Run]:
         """Do the cheap checks, then start the ranks and wait; the returned function makes the run from `records`."""
-        settings = self._settings
+        settings = self.settings
         self._claim_directory()
-        self._begin_stacks()
-        self._open_status()
         prompts = self._read_prompts(supervised=True)
         ranks = self.ranks = TrainerGroup(settings, reservation=self.reserve(), watchdog=self.watchdog)
         self._start_ranks(ranks, resume=resume)
-        return partial(SupervisedRun, settings, source=prompts.source, ranks=ranks)
+        groups = settings.data.prompts_per_step
+        return partial(SupervisedRun, settings.run, groups_per_step=groups, source=prompts.source, ranks=ranks)
 
     def replayed(self, replay: Path, *, resume: bool) -> Callable[..., Run]:
         """Do as `supervised` with the batches that the run at `replay` recorded."""
-        settings = self._settings
+        settings = self.settings
         self._claim_directory()
-        self._begin_stacks()
-        self._open_status()
-        recorded, before = open_record(replay, settings, resume=resume, note=self.report.note)
+        sampling, directory = settings.rollout.sampling, settings.run.directory
+        recorded, before = open_record(replay, sampling, directory=directory, resume=resume, note=self.report.note)
         self.life.enter_context(recorded)
         ranks = self.ranks = TrainerGroup(settings, reservation=self.reserve(generates=False), watchdog=self.watchdog)
         self._start_ranks(ranks, resume=resume)
@@ -182,13 +179,13 @@ class RunStart:
 
     def with_engines(self, *, resume: bool) -> Callable[..., Run]:
         """Do as `supervised` with engines: ranks and engines start at once, or in turns on shared devices."""
-        settings, watchdog = self._settings, self.watchdog
+        settings, watchdog = self.settings, self.watchdog
         self._begin_stacks()
         manager = self.open_manager(settings.run.directory / BUFFER_FILE)
         self._open_status()
         reservation = self.reserve()
         if reservation.device_kind == "cuda":
-            check_on_gpus(settings)
+            check_on_gpus(settings.rollout.sglang, settings.weight_transport, colocate=settings.runtime.colocate)
         dtype = dtype_name(settings.model, device_kind=reservation.device_kind)
         model = make_model(
             settings.model.path, directory=settings.run.directory, sglang=settings.rollout.sglang, dtype=dtype, note=self.report.note
@@ -213,15 +210,17 @@ class RunStart:
         return partial(RolloutRun, settings, manager=manager, sync=sync, dtype=dtype, watchdog=watchdog, devices=devices, ranks=ranks)
 
     def _claim_directory(self) -> None:
-        """Let no second run write in the run directory; in runs with engines the buffer is the lock."""
-        directory = self._settings.run.directory
+        """Let no second run write in the run directory, and begin its files; in runs with engines the buffer is the lock."""
+        directory = self.settings.run.directory
         try:
             self.life.enter_context(closing(claim(directory / LOCK_FILE, what=f"run.directory {directory}")))
         except OSError as error:
             self.report.note(f"{directory} cannot be locked ({error.strerror}), so nobody looks whether another run writes there, too")
+        self._begin_stacks()
+        self._open_status()
 
     def _read_prompts(self, **kind: bool) -> RunPrompts:
-        settings = self._settings
+        settings = self.settings
         prompts = RunPrompts.read(settings.model.path, settings.data, sets=settings.eval.sets, seed=settings.run.seed, **kind)
         for note in prompts.notes:
             self.report.note(note)
@@ -231,7 +230,7 @@ class RunStart:
     def open_manager(self, buffer: Path, *, trains: bool = True) -> RolloutManager:
         """Read the prompts, and start the reward workers."""
         prompts = self._read_prompts(trains=trains)
-        opening = RolloutManager.open(self._settings, prompts=prompts, buffer=buffer, say=self.report.note)
+        opening = RolloutManager.open(self.settings, prompts=prompts, buffer=buffer, say=self.report.note)
         with self.report.part("reward workers"):
             name = "checking the reward function and opening the buffer"
             manager = self.life.enter_context(
@@ -244,8 +243,8 @@ class RunStart:
         """Start or join Ray, and reserve a place for every process, once; `kind` as in `Needs.of`."""
         if self._reservation is not None:
             return self._reservation
-        runtime, directory = self._settings.runtime, self._settings.run.directory
-        on_cpu = Needs.of(self._settings, device_kind="cpu", **kind)
+        runtime, directory = self.settings.runtime, self.settings.run.directory
+        on_cpu = Needs.of(self.settings, device_kind="cpu", **kind)
         with self.report.part("Ray"):
             num_processes = on_cpu.num_ranks + on_cpu.num_engines
             cluster = ray_cluster(address=runtime.ray_address, num_processes=num_processes, logs=directory / "logs" / "ray")
@@ -257,7 +256,7 @@ class RunStart:
         device_kind = cluster_device_kind()
         if device_kind == "cpu" and runtime.cluster.gpu is not None:
             raise UserError(no_gpu(runtime.cluster.gpu, "the Ray cluster"))
-        needs = on_cpu if device_kind == "cpu" else Needs.of(self._settings, device_kind=device_kind, **kind)
+        needs = on_cpu if device_kind == "cpu" else Needs.of(self.settings, device_kind=device_kind, **kind)
         variables = shared_variables(os.environ, device_kind=device_kind, interface=runtime.network_interface)
         if variables:
             self.report.note(f"every rank and engine has {' '.join(f'{name}={value}' for name, value in variables.items())}")
@@ -279,7 +278,7 @@ class RunStart:
 
     def _start_ranks(self, ranks: TrainerGroup, *, resume: bool, then: Callable[[], object] = lambda: None) -> None:
         """Wait for the ranks, which first check a resumed checkpoint: engines take longer, and the load gets shorter."""
-        directory = self._settings.run.directory
+        directory = self.settings.run.directory
         with self.report.part("ranks"):
             # Not before the claim of the directory: a run that is asked to end writes a checkpoint.
             if resume and (found := newest_checkpoint(directory)) is not None:
@@ -291,7 +290,7 @@ class RunStart:
     def place_engines(self, model: EngineModel, reservation: Reservation, *, gpus_of_ranks: Sequence[tuple[str, ...]] = ()) -> EngineGroup:
         """Start the actors of the engines, without servers, where there are none."""
         if self._engines is None:
-            engines = EngineGroup(self._settings, model=model, reservation=reservation, watchdog=self.watchdog, gpus_of_ranks=gpus_of_ranks)
+            engines = EngineGroup(self.settings, model=model, reservation=reservation, watchdog=self.watchdog, gpus_of_ranks=gpus_of_ranks)
             self._stack.callback(engines.stop)
             self._engines = engines
         return self._engines
@@ -304,17 +303,17 @@ class RunStart:
         addresses = engines.finish_start(starting)
         wait(manager.join(addresses, serve_current=serve_current), name="connecting to the engines")
 
-        agent = self._settings.rollout.agent
+        agent = self.settings.rollout.agent
         if agent is not None and agent.command and self._reservation is not None:
-            logs = self._settings.run.directory / "logs"
+            logs = self.settings.run.directory / "logs"
             spread_agents(manager, agent.command, reservation=self._reservation, logs=logs, watchdog=self.watchdog)
         EngineReturns(engines, manager, addresses, wait=wait, note=self.report.note, serve_current=serve_current)
         return addresses
 
     def _open_sync(self, transport: Callable[[Sequence[str]], WeightTransport], ranks: TrainerGroup, manager: RolloutManager) -> WeightSync:
-        timeout_s = sync_deadline_s(self._settings.model)
+        timeout_s = sync_deadline_s(self.settings.model)
         # SGLang's loaders of one's own take no weights for engines of several data-parallel ranks.
-        interval = 0 if self._settings.rollout.sglang.get("dp_size", 1) > 1 else CHECK_INTERVAL
+        interval = 0 if self.settings.rollout.sglang.get("dp_size", 1) > 1 else CHECK_INTERVAL
         sync = WeightSync(transport, ranks=ranks, pool=manager.pool, timeout_s=timeout_s, check_interval=interval)
         before = self._sync
         with self.report.part("weight transport"):

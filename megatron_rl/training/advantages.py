@@ -16,7 +16,7 @@ from megatron_rl.algorithms.objective import Objective
 from megatron_rl.algorithms.off_policy import current_share
 from megatron_rl.algorithms.returns import last_trainable
 from megatron_rl.data.batch import GREEDY_BASELINE
-from megatron_rl.data.trajectories import Trajectories
+from megatron_rl.data.packing import Trajectories
 from megatron_rl.errors import UserError
 from megatron_rl.training.collectives import sum_over_data_parallel
 from megatron_rl.training.token_record import TokenRecord, token_places

@@ -12,8 +12,7 @@ from torch import Tensor
 from megatron_rl.algorithms.aggregation import Sequences
 from megatron_rl.algorithms.loss import LossOutput
 from megatron_rl.algorithms.objective import Objective
-from megatron_rl.algorithms.return_advantage import GaeAdvantage
-from megatron_rl.algorithms.value_loss import ValueLoss
+from megatron_rl.algorithms.return_advantage import GaeAdvantage, ValueLoss
 from megatron_rl.config.settings import TrainingSettings
 from megatron_rl.models.build import TrainedModel, complete_parameters
 from megatron_rl.observe.metrics import Mean, Metric
@@ -59,8 +58,7 @@ class Critic:
         """Take the model of `build`, which is `build_trained_model` without an optimizer."""
         self.model = build(optimizer=critic_optimizer(training), with_value_head=True)
         self._loss = value_loss(objective)
-        self._place = place
-        self._dumps = dumps
+        self._place, self._dumps = place, dumps
 
     def state_values(self, micro_batches: Sequence[MicroBatch], *, num_tokens: int) -> Floats:
         """Return values [T] of the states behind each of `num_tokens` tokens, all of which are in the micro-batches."""

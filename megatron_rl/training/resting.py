@@ -20,8 +20,7 @@ class RestingWeights:
         `replacing`: they hold other weights, swapped piece by piece, so the device never holds two
         models. Otherwise they are empty except during a pass; nobody may write to them.
         """
-        self._tensors = tensors
-        self._replacing = replacing
+        self._tensors, self._replacing = tensors, replacing
         self._shapes = [tensor.shape for tensor in tensors()]
         pieces = [
             torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())

@@ -85,28 +85,19 @@ class PolicySteps:
         self, objective: Objective, model: TrainedModel, policy: passes.Policy, *, dumps: Path | None, seed: int, frozen_steps: int = 0
     ) -> None:
         """Set up the steps of `policy`, which is `model` as a distribution; the first `frozen_steps` change no weights."""
-        self._objective = objective
-        self._model = model
-        self._policy = policy
-        self._dumps = dumps
-        self._seed = seed
-        self._frozen_steps = frozen_steps
-        self._controls = ControlState.first(objective)
+        self._objective, self._model, self._policy, self._dumps = objective, model, policy, dumps
+        self._seed, self._frozen_steps = seed, frozen_steps
+        self.controls = ControlState.first(objective)
         self.num_steps = 0
-
-    @property
-    def kl_reward_coef(self) -> float:
-        """Return the present coefficient of the KL in the rewards."""
-        return self._controls.kl_reward_coef(self._objective)
 
     def state(self) -> dict[str, Any]:
         """Return plain values for a checkpoint."""
-        return {"num_steps": self.num_steps, "controllers": self._controls.plain()}
+        return {"num_steps": self.num_steps, "controllers": self.controls.plain()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state`."""
         self.num_steps = int(state["num_steps"])
-        self._controls = ControlState.restored(self._objective, state["controllers"])
+        self.controls = ControlState.restored(self._objective, state["controllers"])
 
     def forward_backward(
         self, micro_batches: Sequence[MicroBatch], totals: StepTotals, data: TokenData, *, expected: Expected | None = None
@@ -155,7 +146,7 @@ class PolicySteps:
         )
         if sound and not frozen:
             entropy, kl = gradients.mean("entropy"), gradients.mean("kl_per_sequence")
-            self._controls = self._controls.updated(
+            self.controls = self.controls.updated(
                 self._objective, entropy=entropy, kl=kl, num_trajectories=gradients.totals.num_trajectories
             )
         return metrics
@@ -169,7 +160,7 @@ class PolicySteps:
         seen: Sequence[TokenStatistics | None] = [None] * len(micro_batches)
         if looks := self._objective.needs_step_statistics or self._objective.needs_entropy_before_step:
             seen, entropy = look_before_step(policy, micro_batches)
-        objective, coefficients = self._controls.of_step(self._objective, entropy)
+        objective, coefficients = self.controls.of_step(self._objective, entropy)
         if looks and self._objective.needs_step_statistics and policy.place.last_stage:
             looked_at = zip(micro_batches, seen, strict=True)
             statistics = step_statistics(

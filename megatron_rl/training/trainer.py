@@ -292,7 +292,7 @@ class Trainer:
             teacher = self._teacher.log_probs(everything, num_tokens=num_tokens, temperature=self._policy.temperature)
         data = make_token_data(
             self._objective, shard, old=old, reference=reference, state_values=state_values, teacher=teacher,
-            kl_reward_coef=self._steps.kl_reward_coef,
+            kl_reward_coef=self._steps.controls.kl_reward_coef(self._objective),
         )  # fmt: skip
         return parts, dataclasses.replace(data, drawn_log_probs=drawn, record=record)
 

@@ -13,7 +13,7 @@ from vector_format import neutral_objective
 
 from megatron_rl.algorithms.aggregation import Aggregation
 from megatron_rl.algorithms.objective import PRESETS, Objective
-from megatron_rl.algorithms.value_loss import ValueLoss
+from megatron_rl.algorithms.return_advantage import ValueLoss
 from megatron_rl.system.device import local_device
 from megatron_rl.training.collectives import sum_sequences
 

@@ -15,7 +15,7 @@ from megatron_rl.config.gpus import GIB, GPUS, Gpu
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import UserError
 from megatron_rl.models.weight_table import tensor_shapes
-from megatron_rl.planning import launch_plan, measurement, run_plan
+from megatron_rl.planning import check_run, measurement, run_plan
 from megatron_rl.planning.records import RunPlan
 from megatron_rl.planning.run_plan import plan_layouts
 from megatron_rl.planning.search import best_layouts
@@ -202,7 +202,7 @@ def test_the_plan_decides_how_a_config_only_check_ends(
         (4096, 1, 2, "megatron-rl: does not fit: "),
         (10**9, 80, 2, "1000000000 tokens × cp 1 = 1000000000 tokens is more than the 4194304 that a plan measures"),
     ):
-        monkeypatch.setattr(launch_plan, "find_gpu", lambda name, gib=gib: Gpu(name, (9, 0), gib * GIB))
+        monkeypatch.setattr(check_run, "find_gpu", lambda name, gib=gib: Gpu(name, (9, 0), gib * GIB))
         config.write_text(
             f"run: {{directory: {tmp_path / 'run'}}}\n"
             f"model: {{path: {model}}}\n"

@@ -29,9 +29,9 @@ def build(order: Mapping[str, Any]) -> dict[str, Any]:
     from megatron_rl.models.attention.attention_choice import resolve_attention
     from megatron_rl.models.build import build_model
     from megatron_rl.models.megatron_config import transformer_config
-    from megatron_rl.models.parameter_marks import mark_parameters
     from megatron_rl.models.read_spec import read_model_spec
     from megatron_rl.training.topology import Topology, initialize_groups
+    from megatron_rl.training.trained_model import mark_parameters
 
     for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
         os.environ.pop(name, None)  # of the order before

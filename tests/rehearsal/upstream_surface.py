@@ -26,7 +26,7 @@ MEGATRON: Mapping[str, str] = {
     "megatron/core/transformer/moe/token_dispatcher.py:MoEAllGatherTokenDispatcher.token_dispatch": "models/experts/router.py",
     "megatron/core/transformer/moe/token_dispatcher.py:MoEAllGatherTokenDispatcher.token_combine": "models/experts/router.py",
     "megatron/core/tensor_parallel/mappings.py:gather_from_sequence_parallel_region": "models/build.py",
-    "megatron/core/tensor_parallel/layers.py:param_is_not_tensor_parallel_duplicate": "models/parameter_marks.py",
+    "megatron/core/tensor_parallel/layers.py:param_is_not_tensor_parallel_duplicate": "training/trained_model.py",
     "megatron/core/tensor_parallel/random.py:model_parallel_cuda_manual_seed": "training/topology.py",
     "megatron/core/distributed/distributed_data_parallel.py:DistributedDataParallel.__init__": "training/optimizer.py",
     "megatron/core/distributed/finalize_model_grads.py:finalize_model_grads": "training/trained_model.py",

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_rl.algorithms.objective import Objective
-from megatron_rl.algorithms.value_loss import ValueLoss
+from megatron_rl.algorithms.return_advantage import ValueLoss
 from megatron_rl.config.settings import TrainingSettings
 from megatron_rl.data.packing import make_shards
 from megatron_rl.errors import UserError

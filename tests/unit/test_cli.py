@@ -57,7 +57,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
 def fake_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """What `train --check` says of the launch."""
     plan, target = ModuleType("megatron_rl.planning.launch_plan"), ModuleType("megatron_rl.runtime.target")
-    vars(plan).update(launch_plan=lambda settings, target: {"layout": {"tp": 2}}, memory_plan=None)
+    vars(plan).update(launch_plan=lambda settings, target: {"layout": {"tp": 2}})
     vars(target).update(find_target=lambda settings, config_only: None)
     rows = ModuleType("megatron_rl.data.overview")
     vars(rows).update(overview=lambda prompts: {"data.train": "3 prompts"})
@@ -98,11 +98,11 @@ def test_train_hands_over_resolved_settings(calls: list[tuple[str, Any]], config
 def test_prints_of_a_probed_function_are_no_part_of_settings(
     calls: list[tuple[str, Any]], config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def preflight(settings: Any, *, resume: bool) -> list[str]:
+    def preflight(settings: Any, *, resume: bool, config_only: bool) -> list[str]:
         print("printed: 3")
         return []
 
-    vars(sys.modules["megatron_rl.runtime.preflight"]).update(preflight=preflight, preflight_config=None)
+    vars(sys.modules["megatron_rl.runtime.preflight"]).update(preflight=preflight)
     fake_plan(monkeypatch)
     assert main(["train", config, "--check"]) == 0
     printed = capsys.readouterr()
@@ -116,17 +116,20 @@ def test_prints_of_a_probed_function_are_no_part_of_settings(
 def test_of_a_run_that_does_not_fit_the_plan_alone_is_printed(
     calls: list[tuple[str, Any]], config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, fits: bool
 ) -> None:
-    vars(sys.modules["megatron_rl.runtime.preflight"]).update(preflight_config=lambda settings: [])
+    vars(sys.modules["megatron_rl.runtime.preflight"]).update(preflight=lambda settings, **_: [])
     found = SimpleNamespace(fits=fits, verdict="does not fit: 3 of 2", lines=lambda: ["stage 0  ", ""])
     plan, target = ModuleType("megatron_rl.planning.launch_plan"), ModuleType("megatron_rl.runtime.target")
-    vars(plan).update(launch_plan=lambda settings, target: {}, memory_plan=lambda settings: found)
+    vars(plan).update(launch_plan=lambda settings, target: {})
+    memory, spec = ModuleType("megatron_rl.planning.run_plan"), ModuleType("megatron_rl.models.read_spec")
+    vars(memory).update(plan_run=lambda settings, spec, *, gpu, num_nodes: found)
+    vars(spec).update(read_model_spec=lambda path: None)
     vars(target).update(find_target=lambda settings, config_only: None)
     rows = ModuleType("megatron_rl.data.overview")
     vars(rows).update(overview=lambda prompts: {"data.train": "3 prompts"})
     monkeypatch.setattr("megatron_rl.data.source.RunPrompts.read", lambda *args, **kind: None)
-    for module in (plan, target, rows):
+    for module in (plan, target, rows, memory, spec):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    assert main(["train", config, "--check", "--config-only"]) == (0 if fits else 2)
+    assert main(["train", config, "--check", "--config-only", "runtime.cluster.gpu=H100-80"]) == (0 if fits else 2)
     printed = capsys.readouterr()
     assert printed.out.startswith("run:") == fits
     assert printed.out.endswith("# stage 0\n#\n# Check passed: nothing was started, nothing was written.\n" if fits else "# stage 0\n#\n")
@@ -209,7 +212,6 @@ def test_output_that_nobody_reads_ends_a_command_quietly(
     words: list[str], calls: list[tuple[str, Any]], config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake_plan(monkeypatch)
-    vars(sys.modules["megatron_rl.runtime.preflight"]).update(preflight_config=None)
     directory = Path(config).parent
     (directory / "metrics.jsonl").write_text('{"step": 1, "train/loss": 0.5}\n')
     (directory / "plugins_of_user.py").write_text(PLUGINS)

@@ -11,8 +11,8 @@ from megatron_rl.algorithms.covariance_losses import Covariances, hashed
 from megatron_rl.algorithms.objective import Objective
 from megatron_rl.algorithms.off_policy import OffPolicy, importance_ratio
 from megatron_rl.algorithms.policy_loss import PolicyTerms
+from megatron_rl.algorithms.return_advantage import ValueLoss
 from megatron_rl.algorithms.selection import StepStatistics
-from megatron_rl.algorithms.value_loss import ValueLoss
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:

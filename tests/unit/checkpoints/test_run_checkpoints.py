@@ -5,6 +5,7 @@ import shutil
 import signal
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from megatron_rl.checkpoints.run_checkpoints import (
     RunState,
     checkpoint_paths,
     incomplete_checkpoints,
+    load_newest,
     newest_checkpoint,
     oldest_step,
 )
@@ -67,6 +69,28 @@ def save(directory: Path, step: int, *, fails: str = "", **settings: int) -> Pat
 
 def names(directory: Path) -> list[str]:
     return [path.name for path in checkpoint_paths(directory)]
+
+
+def test_devices_are_taken_before_a_checkpoint_is_loaded(tmp_path: Path) -> None:
+    calls: list[Any] = []
+    ranks = SimpleNamespace(load=lambda path, *, weights_only: calls.append((path.parent.name, weights_only)) or ["changed"])
+
+    def rewind(**to: Any) -> list[str]:
+        calls.append(to["step"])
+        return ["rewound"]
+
+    def load() -> RunState | None:
+        parts: dict[str, Any] = {"ranks": ranks, "rewind": rewind, "before": lambda: calls.append("before")}
+        parts |= {"phase": lambda name: nullcontext(calls.append(name)), "say": lambda *words: calls.extend(words)}
+        return load_newest(tmp_path, weights_only=True, **parts)
+
+    assert load() is None and calls == [0, "rewound"]
+    path = save(tmp_path, 3)
+    calls.clear()
+    (tmp_path / "huggingface").unlink()
+    assert load() == state(3) and os.readlink(tmp_path / "huggingface") == "checkpoints/step-000003/hf"
+    assert calls[:4] == ["before", "load", ("step-000003", True), 3]
+    assert calls[4:] == [f"resumed from {path} after 3 steps, with a new optimizer", "changed", "rewound"]
 
 
 def test_the_newest_are_kept_and_the_newest_is_found(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@ from collections.abc import Callable
 
 import pytest
 
-from megatron_rl.config.checks import contradictions, gpu_contradictions, setting_notes
+from megatron_rl.config.checks import contradictions, setting_notes
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import UserError
 
@@ -169,44 +169,11 @@ def test_a_critic_without_ppo_is_noted(settings_with: MakeSettings) -> None:
     assert "training.critic has no effect" in setting_notes(settings_with("training.critic.warmup_steps=1"))[0]
 
 
-def test_ranks_and_engines_on_one_gpu_share_memory_or_a_disk(settings_with: MakeSettings) -> None:
-    colocated = "runtime.colocate=true"
-    assert (settings_with().weight_transport, settings_with(colocated).weight_transport) == ("broadcast", "ipc")
-    assert settings_with(colocated, "weights.transport=disk").weight_transport == "disk"
-    wrong = gpu_contradictions(settings_with(colocated, "weights.transport=broadcast"), environment={})
-    assert "which means ipc, or set it to disk" in wrong[0]
-    for allowed in ((), (colocated,), (colocated, "weights.transport=disk")):
-        assert gpu_contradictions(settings_with(*allowed), environment={}) == []
-
-
-def test_expandable_segments_cannot_be_shared_with_an_engine(settings_with: MakeSettings) -> None:
-    colocated, options = "runtime.colocate=true", {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:True"}
-    (wrong,) = gpu_contradictions(settings_with(colocated), environment=options)
-    assert "PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:64,expandable_segments:True in the environment" in wrong
-    assert "set weights.transport to disk" in wrong
-    assert gpu_contradictions(settings_with(colocated, "weights.transport=disk"), environment=options) == []
-    assert gpu_contradictions(settings_with(colocated), environment={"PYTORCH_ALLOC_CONF": "expandable_segments:False"}) == []
-
-
 @pytest.mark.parametrize("size", ["0", "1025", "two", "2.0", "true", "null"])
 def test_an_engine_has_a_whole_number_of_gpus(settings_with: MakeSettings, size: str) -> None:
     with pytest.raises(UserError, match=r"rollout\.sglang\.tp_size is .*, needs an integer from 1 to 1024.*; change it"):
         settings_with(f"rollout.sglang.tp_size={size}")
     assert [settings_with(*words).rollout.ranks_per_engine for words in ((), ("rollout.sglang.tp_size=1024",))] == [1, 1024]
-
-
-@pytest.mark.parametrize(
-    ("argument", "variables"), [("enable_nccl_nvls", ["NCCL_NVLS_ENABLE"]), ("enable_symm_mem", ["NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"])]
-)
-def test_an_engine_does_not_set_up_nccl_otherwise_than_the_ranks(settings_with: MakeSettings, argument: str, variables: list[str]) -> None:
-    words = f"rollout.sglang.{argument}=true"
-    wrong = gpu_contradictions(settings_with(words), environment={"NCCL_CUMEM_ENABLE": "0"})
-    assert len(wrong) == len(variables)
-    for name, said in zip(variables, wrong, strict=True):
-        assert f"{argument} is true, with which SGLang sets {name} to 1" in said and f"have 0; set {name}=1" in said
-    assert gpu_contradictions(settings_with(words), environment=dict.fromkeys(variables, "1")) == []
-    assert gpu_contradictions(settings_with(words, "weights.transport=disk"), environment={}) == []
-    assert gpu_contradictions(settings_with(f"rollout.sglang.{argument}=false"), environment={}) == []
 
 
 def test_memory_is_shared_where_devices_are(settings_with: MakeSettings) -> None:

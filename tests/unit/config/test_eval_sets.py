@@ -32,7 +32,7 @@ def test_own_values_win_and_others_are_the_rollouts(settings_with: Callable[...,
     )  # fmt: skip
     request = sampling.request()
     assert [request[name] for name in ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty")] == [0.5, 2, 0.1, 1.0, 0.0]
-    assert settings.eval.longest_response(settings.rollout.sampling) == 20
+    assert settings.eval.longest_sampling(settings.rollout.sampling).max_response_tokens == 20
     shaped = settings.rollout.sampling.model_copy(update={"entropy": EntropyAware(thresholds=(1.0, 1.0))})
     assert eval_sampling(shaped, own, eos_token_ids=[1]) == sampling, "no evaluation draws by entropy"
     assert settings.eval.described(sampling=shaped, reward="m:f") == settings.eval.described(

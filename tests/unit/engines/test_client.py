@@ -13,8 +13,8 @@ from aiohttp import web
 from client_parts import ONE, always, answer, generate, talk
 
 from megatron_rl.engines import client as module
-from megatron_rl.engines.answers import MixtureShape
-from megatron_rl.engines.client import EngineClient, refusal
+from megatron_rl.engines.answers import MixtureShape, refusal
+from megatron_rl.engines.client import EngineClient
 from megatron_rl.engines.sampling import Sampling
 from megatron_rl.errors import DeadlineError, EngineError, EngineRefusal, UserError
 from megatron_rl.types import StopReason

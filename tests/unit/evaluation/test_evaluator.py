@@ -42,7 +42,8 @@ def evaluate(settings: Settings, directory: Path, *, seed: int = 0, names: tuple
         Client.engine = engine = Engine(seed=seed)
         buffer = settings.run.directory / f"{seed}.sqlite"
         async with opened(settings, buffer) as manager:
-            evaluator = make_evaluator(settings, manager)
+            run = {"rollout": settings.rollout, "reward": settings.reward, "seed": settings.run.seed}
+            evaluator = make_evaluator(settings.eval, manager, **run)
             return await evaluator.run(names, directory=directory, facts=changes.pop("facts", FACTS), **changes), len(engine.started)
 
     return asyncio.run(work())

@@ -72,7 +72,7 @@ def test_a_served_model_is_measured_by_the_same_code(server: Server, tmp_path: P
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     sets = f"eval.sets.rows={{data: {tmp_path}/rows.jsonl, sampling: {{top_k: 7, stop: [x], stop_token_ids: [5]}}}}"
     given = load_settings(None, [sets, "rollout.sampling.temperature=0.5", *UNTRAINED, "model.path=its/name"])
-    (result,) = evaluate_url(with_options(given, samples=2, out=tmp_path / "out"), url=server.url)
+    (result,) = asyncio.run(evaluate_url(with_options(given, samples=2, out=tmp_path / "out"), url=server.url))
     assert (result.estimates["accuracy"].value, result.estimates["accuracy"].num) == (0.5, 2)
     assert (result.estimates["failed"].value, result.failures) == (pytest.approx(1 / 3), {"rollout_error": 2})
     assert (result.estimates["truncated"].value, result.estimates["maj@2"].value) == (0.0, 0.5)
@@ -100,10 +100,10 @@ def test_rows_that_a_server_cannot_be_asked_are_refused(tmp_path: Path, row: dic
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     given = load_settings(None, [f"eval.sets.a={tmp_path}/rows.jsonl", *UNTRAINED, "model.path=m"])
     with pytest.raises(UserError, match=rf"rows\.jsonl:1: .*{words}"):
-        evaluate_url(with_options(given, samples=None, out=tmp_path / "out"), url="http://127.0.0.1:9/v1")
+        asyncio.run(evaluate_url(with_options(given, samples=None, out=tmp_path / "out"), url="http://127.0.0.1:9/v1"))
 
 
 def test_environments_are_not_asked_of_a_server(tmp_path: Path) -> None:
     given = load_settings(None, ["eval.sets.a=rows.jsonl", "rollout.environment=a:B", *UNTRAINED, "model.path=m"])
     with pytest.raises(UserError, match=r"--url was given with rollout.environment a:B.*remove it"):
-        evaluate_url(with_options(given, samples=None, out=tmp_path), url="http://127.0.0.1:9/v1")
+        asyncio.run(evaluate_url(with_options(given, samples=None, out=tmp_path), url="http://127.0.0.1:9/v1"))

@@ -13,8 +13,7 @@ from written_run import NASTY, branched, byte_tokenizer, encode, group, write_bu
 from megatron_rl.data.buffer import BUFFER_FILE, Buffer
 from megatron_rl.errors import UserError
 from megatron_rl.report.page import spread, spread_order
-from megatron_rl.report.printed_samples import printed_samples
-from megatron_rl.report.run_samples import open_samples
+from megatron_rl.report.run_samples import open_samples, printed_samples
 from megatron_rl.report.sample_blocks import group_block, load_spelling, pack
 from megatron_rl.types import Failure
 

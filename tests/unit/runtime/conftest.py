@@ -21,7 +21,7 @@ from megatron_rl.rollout import manager as manager_module
 from megatron_rl.runtime import session, start
 from megatron_rl.runtime.run import RolloutRun, Run
 from megatron_rl.runtime.run_records import RunRecords
-from megatron_rl.runtime.supervised_run import SupervisedRun
+from megatron_rl.runtime.runs_without_engines import SupervisedRun
 from megatron_rl.runtime.watchdog import Watchdog
 
 
@@ -77,8 +77,9 @@ def make_run(tmp_path: Path, calls: Calls, watchdog: Watchdog, tiny_model: Calla
         )
         ranks: Any = Ranks(calls, written=written, save_error=save_error)
         if source is not None:
-            return SupervisedRun(settings, source=source, ranks=ranks, records=records)
-        monkeypatch.setattr("megatron_rl.runtime.run_evaluations.make_evaluator", lambda settings, manager: Evaluations(calls))
+            groups = settings.data.prompts_per_step
+            return SupervisedRun(settings.run, groups_per_step=groups, source=source, ranks=ranks, records=records)
+        monkeypatch.setattr("megatron_rl.runtime.run_evaluations.make_evaluator", lambda *_, **__: Evaluations(calls))
         manager = Manager(calls, fails_at=fails_at, error=error)
         parts: dict[str, Any] = {"manager": manager, "sync": Sync(calls, manager)}
         parts |= {"watchdog": watchdog, "devices": devices, "ranks": ranks, "records": records}

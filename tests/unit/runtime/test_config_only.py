@@ -1,6 +1,7 @@
 """Checks of a run for machines that are elsewhere: by its settings and the model's config.json alone."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,10 @@ from megatron_rl.config.settings import Settings
 from megatron_rl.errors import UserError
 from megatron_rl.models.read_spec import read_model_spec
 from megatron_rl.planning.launch_plan import launch_plan
-from megatron_rl.runtime.preflight import preflight, preflight_config
+from megatron_rl.runtime.preflight import preflight
 from megatron_rl.runtime.target import find_target
+
+preflight_config = partial(preflight, config_only=True)
 
 CLUSTER = ("runtime.cluster={gpu: H100-80, num_nodes: 2}", "rollout.sglang.tp_size=4")
 

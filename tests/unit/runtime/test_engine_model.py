@@ -16,7 +16,7 @@ from megatron_rl.checkpoints import hugging_face
 from megatron_rl.convert.conversion import Options, convert
 from megatron_rl.errors import UserError
 from megatron_rl.runtime.engine_model import EngineModel, evaluated_model, make_model
-from megatron_rl.runtime.preflight import check_run_directory
+from megatron_rl.runtime.resumption import check_run_directory
 from megatron_rl.system import files
 
 

@@ -8,7 +8,8 @@ import pytest
 
 from megatron_rl.config.settings import RuntimeSettings
 from megatron_rl.errors import UserError
-from megatron_rl.runtime.preflight import check_disk, check_interface, check_run_directory
+from megatron_rl.runtime.preflight import check_disk, check_interface
+from megatron_rl.runtime.resumption import check_run_directory
 
 
 def test_run_directory(tmp_path: Path) -> None:

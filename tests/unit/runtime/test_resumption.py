@@ -56,6 +56,10 @@ def asked(words: list[str], *overrides: str) -> Settings:
     return load_settings(None, [*words, *overrides])
 
 
+def rows_of(settings: Settings) -> dict[str, str]:
+    return resume_rows(settings.run, dump_settings(settings))
+
+
 def notes(settings: Settings) -> list[str]:
     checks = resumption_checks(settings.run, settings.model.path, has_buffer=not settings.supervised)
     return [note for check in checks for note in check() or []]
@@ -72,7 +76,7 @@ def test_a_run_that_can_go_on_is_told_from_where(words: list[str], tmp_path: Pat
     """A torn last row of metrics.jsonl is what a kill leaves: the next start drops it."""
     run = tmp_path / "run"
     assert notes(asked(words)) == []
-    assert resume_rows(asked(words)) == {
+    assert rows_of(asked(words)) == {
         "checkpoint": str(run / "checkpoints" / "step-000004"),
         "steps": "4 of run.num_steps 6 are done",
         "settings": f"all as in {run / 'settings.yaml'}",
@@ -81,20 +85,20 @@ def test_a_run_that_can_go_on_is_told_from_where(words: list[str], tmp_path: Pat
 
 def test_settings_that_are_others_now_are_told_with_both_values(words: list[str], tmp_path: Path) -> None:
     other = asked(words, "training.optimizer={lr: 2e-4, weight_decay: 0.1}", "run.num_steps=9", "rollout.sampling.temperature=0.5")
-    assert list(resume_rows(other).items())[2:] == [
+    assert list(rows_of(other).items())[2:] == [
         ("run.num_steps", "9, was 6"),
         ("rollout.sampling.temperature", "0.5, was 1.0"),
         ("training.optimizer.lr", "0.0002, was 0.0001"),
         ("training.optimizer.weight_decay", "0.1, was not set"),
     ]
     (tmp_path / "run" / "settings.yaml").unlink()
-    assert resume_rows(other)["settings of the last start"] == f"not known: {tmp_path / 'run' / 'settings.yaml'} is gone"
+    assert rows_of(other)["settings of the last start"] == f"not known: {tmp_path / 'run' / 'settings.yaml'} is gone"
 
 
 def test_a_checkpoint_that_is_passed_over_is_named(words: list[str], tmp_path: Path) -> None:
     newest = tmp_path / "run" / "checkpoints" / "step-000004"
     (newest / "run.json").unlink()
-    rows = resume_rows(asked(words))
+    rows = rows_of(asked(words))
     assert (rows["checkpoint"], rows["passed over, not complete (1)"]) == (str(newest.with_name("step-000002")), str(newest))
 
 
@@ -135,7 +139,7 @@ def test_a_run_without_its_checkpoints_does_not_begin_again(words: list[str], tm
     assert "there is nothing to resume" in message and "points to checkpoints/step-000004/hf" in message
     (run / "huggingface").unlink()
     assert notes(asked(words)) == [f"there is no checkpoint in {run}: the run starts at step 1"]
-    assert resume_rows(asked(words)) == {"checkpoint": f"none in {run}: the run would start at step 1"}
+    assert rows_of(asked(words)) == {"checkpoint": f"none in {run}: the run would start at step 1"}
 
 
 @pytest.mark.parametrize(

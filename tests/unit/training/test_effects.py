@@ -19,8 +19,7 @@ from megatron_rl.algorithms.objective import Objective
 from megatron_rl.algorithms.policy_loss import Clip
 from megatron_rl.config.settings_reference import setting_fields
 from megatron_rl.data.batch import GREEDY_BASELINE
-from megatron_rl.data.packing import make_shards
-from megatron_rl.data.trajectories import Trajectories
+from megatron_rl.data.packing import Trajectories, make_shards
 from megatron_rl.training import advantages
 from megatron_rl.training.advantages import compared_samples, make_token_data
 from megatron_rl.training.critic import value_loss

@@ -1,4 +1,4 @@
-"""A run on the batches that another run recorded: the calls of the loop without engines."""
+"""Runs without engines: the calls of the loop on rows with answers, and on the batches that another run recorded."""
 
 import json
 from collections.abc import Callable
@@ -10,10 +10,11 @@ import numpy as np
 
 from megatron_rl.checkpoints.run_checkpoints import newest_checkpoint
 from megatron_rl.config.derived import leaves_tokens_out
-from megatron_rl.config.settings import Settings
+from megatron_rl.config.settings import RunSettings, SamplingSettings, Settings
 from megatron_rl.data.batch import make_train_batch
 from megatron_rl.data.position import difference
 from megatron_rl.data.recorded import Recorded
+from megatron_rl.data.source import PromptSource
 from megatron_rl.errors import UserError
 from megatron_rl.observe.console import PhaseProgress
 from megatron_rl.observe.group_metrics import rollout_metrics
@@ -29,6 +30,29 @@ _BEFORE = "recorded_before"
 """Key of a position: the recorded steps before the first one that the run trains on."""
 
 
+class SupervisedRun(Run):
+    """A run on the rows of data.train with their answers, without engines."""
+
+    def __init__(self, run: RunSettings, *, groups_per_step: int, source: PromptSource, ranks: TrainerGroup, records: RunRecords) -> None:
+        super().__init__(run, groups_per_step=groups_per_step, ranks=ranks, records=records)
+        self._source = source
+        # The number of steps before the latest batch, and the position then.
+        self._before_batch: tuple[int, dict[str, Any]] = (-1, {})
+
+    def _make_batch(self, step: int, *, progress: PhaseProgress) -> tuple[TrainBatch, dict[str, Metric]]:
+        self._before_batch = (step, self._source.rows.state())
+        return make_train_batch(self._source.next_supervised(self._groups_per_step)), {}
+
+    def _position(self, *, step: int) -> dict[str, Any]:
+        before, state = self._before_batch
+        return state if before == step else self._source.rows.state()
+
+    def _rewind(self, *, step: int, position: dict[str, Any] | None) -> tuple[str, ...]:
+        if position is not None:
+            self._source.rows.restore(position)
+        return ()
+
+
 class ReplayRun(Run):
     """A run that trains on the steps of `recorded`, and ends with the last one.
 
@@ -40,13 +64,13 @@ class ReplayRun(Run):
         """`before` recorded steps precede this run's first."""
         self._recorded, self._before = recorded, before
         last = recorded.recorded_steps()[-1] - before
-        # Schedules of the ranks are those of all steps.
-        own = settings.model_copy(update={"run": settings.run.model_copy(update={"num_steps": min(settings.run.num_steps, last)})})
-        super().__init__(own, ranks=ranks, records=records)
+        own = settings.run.model_copy(update={"num_steps": min(settings.run.num_steps, last)})
+        super().__init__(own, groups_per_step=settings.data.prompts_per_step, ranks=ranks, records=records)
+        self._rollout, self._resamples = settings.rollout, settings.objective.zero_variance == "resample"
         self._needs_records = leaves_tokens_out(settings.rollout.sampling) or settings.training.routing_replay
 
     def _make_batch(self, step: int, *, progress: PhaseProgress) -> tuple[TrainBatch, dict[str, Metric]]:
-        number, rollout = step + 1 + self._before, self._settings.rollout
+        number, rollout = step + 1 + self._before, self._rollout
         oldest = number - 1 - rollout.max_staleness
         # What was trained so far is saved where the record has a fault.
         self._ranks_are_idle = True
@@ -59,7 +83,7 @@ class ReplayRun(Run):
         chosen = list(zip(groups, rejections, strict=True))
         made = [group for group, rejection in chosen if not (rejection or "").startswith(FAILED)]
         kept = [group for group, rejection in chosen if rejection is None]
-        counted, needed = kept if self._settings.objective.zero_variance == "resample" else made, self._settings.data.prompts_per_step
+        counted, needed = kept if self._resamples else made, self._groups_per_step
         if len(counted) != needed:
             raise UserError(
                 f"{self._recorded.path} has {len(counted)} of data.prompts_per_step {needed} groups of step {number}: its run ended or "
@@ -78,13 +102,15 @@ class ReplayRun(Run):
         return ()
 
 
-def open_record(replay: Path, settings: Settings, *, resume: bool, note: Callable[[str], None]) -> tuple[Recorded, int]:
-    """Return the record at `replay` and the number of its steps before the run's first; note which steps are replayed.
+def open_record(
+    replay: Path, sampling: SamplingSettings, *, directory: Path, resume: bool, note: Callable[[str], None]
+) -> tuple[Recorded, int]:
+    """Return the record at `replay`, and the number of its steps before the first of the run in `directory`, in a note.
 
     Raises UserError for one that does not fit: without a step, of the run itself, or sampled
     from another distribution than the one to train.
     """
-    recorded, directory = Recorded(replay), settings.run.directory
+    recorded = Recorded(replay)
     if recorded.path.parent.resolve() == directory.resolve():
         raise UserError(f"--replay is {replay}, which is run.directory itself; give run.directory a new one")
     steps = recorded.recorded_steps()
@@ -97,9 +123,9 @@ def open_record(replay: Path, settings: Settings, *, resume: bool, note: Callabl
         raise UserError(
             f"{recorded.path} ends with step {steps[-1]}, and the checkpoint is of step {done + before}: nothing is left to replay"
         )
-    sampling = {f"rollout.sampling.{name}": value for name, value in settings.rollout.sampling.model_dump(mode="json").items()}
+    own = {f"rollout.sampling.{name}": value for name, value in sampling.model_dump(mode="json").items()}
     for (made_by,) in recorded.read("SELECT DISTINCT made_by FROM groups WHERE made_by IS NOT NULL AND consumed_step IS NOT NULL"):
-        then, now = ({name: one.get(name) for name in _DISTRIBUTION} for one in (json.loads(made_by), sampling))
+        then, now = ({name: one.get(name) for name in _DISTRIBUTION} for one in (json.loads(made_by), own))
         if then != now:
             raise UserError(f"{recorded.path} cannot be trained on: {difference(json.dumps(then), json.dumps(now))}; set what it was")
     note(f"step {done + 1} trains on step {done + 1 + before} of {recorded.path}, whose record ends with step {steps[-1]}")

@@ -7,8 +7,8 @@ from megatron_rl.config.settings import TopologySettings
 from megatron_rl.models.build import build_model
 from megatron_rl.models.hf_weights import global_parameters
 from megatron_rl.models.megatron_config import transformer_config
-from megatron_rl.models.parameter_marks import mark_parameters
 from megatron_rl.models.read_spec import read_model_spec
+from megatron_rl.training.trained_model import mark_parameters
 
 REPLICATED = "decoder.layers.0.self_attention.linear_kv_down_proj.weight"
 EXPERT = "decoder.layers.1.mlp.experts.local_experts.3.linear_fc1.weight"
