@@ -53,7 +53,7 @@ The arithmetic leaves out overheads: on a CPU with one thread a step takes 1.2 t
 1,024 channels, 1.9 with 256. On a GPU, attention that writes out the T x T scores is beyond twice.
 A ratio below 0.7 would show wrong arithmetic.
 """
-OF_0_6B = {"hidden": 1024, "layers": 28, "head_dim": 128, "num_attention_heads": 16, "num_key_value_heads": 8}
+OF_0_6B: dict[str, Any] = {"hidden": 1024, "layers": 28, "head_dim": 128, "num_attention_heads": 16, "num_key_value_heads": 8}
 """Sizes of Qwen3-0.6B's layers."""
 LEAST_FREED = 0.9
 """Least share of an engine's cache and weights freed by sleep."""

@@ -232,7 +232,9 @@ def test_a_mixture_agrees_under_top_p_and_every_layout(task: Path, tmp_path: Pat
     tokenizer.save_pretrained(tmp_path / "model")
     sizes = (f"model.path={tmp_path / 'model'}", "run.num_steps=2", "data.prompts_per_step=8", "rollout.sampling.max_response_tokens=12")
     words = ("rollout.sampling.top_p=0.95", "eval={}", f"training.topology={{num_ranks: 2, {layout}}}", *sizes)
-    run = start(*rl_arguments(task, tmp_path / "run", *words))
+    # Of three layers.
+    stages = "model.megatron={num_layers_in_first_pipeline_stage: 2, num_layers_in_last_pipeline_stage: 1}"
+    run = start(*rl_arguments(task, tmp_path / "run", *words, *[stages] * ("pp" in layout)))
     assert run.wait() == 0, run.output
     rows = [row for row in metrics(tmp_path / "run").values() if "train/log_prob_diff" in row]
     names = ("train/log_prob_diff", "train/log_prob_diff_max", "train/log_prob_outliers", "train/candidates")

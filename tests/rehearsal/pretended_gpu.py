@@ -155,8 +155,7 @@ def pretend(capability: tuple[int, int] = (9, 0)) -> TensorsOnCpu:
         major=capability[0], minor=capability[1], name="pretended", multi_processor_count=132, total_memory=80 << 30
     )
 
-    chosen: list[Any] = []
-    """What `torch.cuda.set_device` was given."""
+    chosen: list[Any] = []  # what set_device was given
 
     def nothing(*_unused: Any, **_named: Any) -> None:
         pass
@@ -178,6 +177,8 @@ def pretend(capability: tuple[int, int] = (9, 0)) -> TensorsOnCpu:
             "nvtx": types.SimpleNamespace(range_push=nothing, range_pop=nothing, range=_Inert),
         }
     )
+    # Asked by optimizers of torch 2.14.
+    vars(torch.accelerator)["current_stream"] = lambda *_unused: types.SimpleNamespace(is_capturing=lambda: False)
     torch.cuda.random.__dict__.update({name: vars(torch.cuda)[name] for name in ("get_rng_state", "set_rng_state", "manual_seed")})
     meet, make_group = torch.distributed.init_process_group, vars(torch.distributed.distributed_c10d)["_new_process_group_helper"]
 
