@@ -177,8 +177,7 @@ def pretend(capability: tuple[int, int] = (9, 0)) -> TensorsOnCpu:
             "nvtx": types.SimpleNamespace(range_push=nothing, range_pop=nothing, range=_Inert),
         }
     )
-    # Asked by optimizers of torch 2.14.
-    vars(torch.accelerator)["current_stream"] = lambda *_unused: types.SimpleNamespace(is_capturing=lambda: False)
+    vars(torch.accelerator)["current_stream"] = lambda *_unused: types.SimpleNamespace(is_capturing=lambda: False)  # for optimizers of 2.14
     torch.cuda.random.__dict__.update({name: vars(torch.cuda)[name] for name in ("get_rng_state", "set_rng_state", "manual_seed")})
     meet, make_group = torch.distributed.init_process_group, vars(torch.distributed.distributed_c10d)["_new_process_group_helper"]
 
