@@ -51,7 +51,8 @@ def shared_variables(
     if device_kind == "cpu":
         return chosen
     named = (*RANK_VARIABLES, *ALLOCATOR_VARIABLES)
-    own = {name: value for name, value in environment.items() if name.startswith("NCCL_") or name in named}
+    # NVIDIA's images have their release in NCCL_VERSION, which is no option.
+    own = {name: value for name, value in environment.items() if name in named or (name.startswith("NCCL_") and name != "NCCL_VERSION")}
     return RANK_VARIABLES | own | chosen | GPU_OF_RANK_VARIABLES
 
 

@@ -37,7 +37,7 @@ def test_ranks_and_engines_of_a_gpu_run_set_up_nccl_alike():
 
 
 def test_what_the_driver_has_of_nccl_goes_to_every_node():
-    own = {"NCCL_NVLS_ENABLE": "1", "NCCL_IB_HCA": "mlx5_0", "CUDA_DEVICE_MAX_CONNECTIONS": "8", "HOME": "/root"}
+    own = {"NCCL_NVLS_ENABLE": "1", "NCCL_IB_HCA": "mlx5_0", "CUDA_DEVICE_MAX_CONNECTIONS": "8", "NCCL_VERSION": "2.28", "HOME": "/root"}
     shared = shared_variables(own, device_kind="cuda", interface="ib0")
     assert shared == {
         "NCCL_CUMEM_ENABLE": "0",
