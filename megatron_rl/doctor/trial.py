@@ -106,7 +106,7 @@ def layouts(node: Node) -> Iterator[Check]:
     for name, config, tried in (("qwen3", {}, dense), ("qwen3 with windows", window, dense), ("deepseek_v3", {}, experts)):
         try:
             yield _layouts(node, name, config, tried)
-        except MegatronRLError as error:
+        except UserError as error:
             # Kernels that refuse one model say nothing of the next, which gets new ranks.
             node.close()
             yield Check(f"layouts of {name}", "broken", str(error))
@@ -181,7 +181,7 @@ def plan(node: Node) -> Iterator[Check]:
     apart = peak / stage.trained - 1
     problems = [f"needs {PLAN_TOLERANCE:.0%}"] if abs(apart) > PLAN_TOLERANCE else []
     yield judged("memory of a step against the plan", f"{peak} bytes, plan {stage.trained} ({apart:+.1%})", problems)
-    # The plan leaves these out: every process group of several ranks has buffers, used or not.
+    # The plan leaves these out: every process group that was used has buffers.
     beside = max(ranks.apply(on_rank.foreign_bytes))
     problems = ["needs less"] if beside > CONTEXT_BYTES else []
     yield judged("memory of CUDA and NCCL against the plan", f"{beside} bytes, plan {CONTEXT_BYTES} or less", problems)

@@ -70,8 +70,9 @@ def _learning(rows: Rows) -> Iterator[str]:
 
 def _lost_reward(rows: Rows) -> Iterator[str]:
     """Yield a sentence where the newest rewards are below earlier ones by far more than from step to step."""
-    rewards = _values(rows, "rollout/reward")
-    if len(rewards) < NEWEST + FEWEST_ROWS:
+    rewards, alike = _values(rows, "rollout/reward"), _values(rows, "rollout/zero_variance_fraction")
+    # A run without a signal from the start had nothing to lose.
+    if len(rewards) < NEWEST + FEWEST_ROWS or (alike and alike[0] > ZERO_VARIANCE):
         return
     medians = [statistics.median(rewards[first : first + NEWEST]) for first in range(len(rewards) - NEWEST + 1)]
     best, now = max(medians), medians[-1]

@@ -16,6 +16,8 @@ def rollout_metrics(groups: Sequence[Group], *, version: int) -> dict[str, Metri
     """
     samples = [sample for group in groups for sample in group.samples]
     all_parts = [parts for group in groups for parts in trajectories(group.samples)]
+    # A lone sample of a prompt is compared with none.
+    compared = [group for group in groups if sum(sample.reward is not None for sample in group.samples) > 1]
     lengths = [len(sample.response_ids) for sample in samples]
     num_tokens = sum(lengths)
     ages = np.concatenate([np.empty(0, np.int64), *(version - sample.weight_versions[sample.weight_versions >= 0] for sample in samples)])
@@ -27,11 +29,11 @@ def rollout_metrics(groups: Sequence[Group], *, version: int) -> dict[str, Metri
         "rollout/prompt_length": Mean(sum(len(group.prompt.token_ids) for group in groups), len(groups)),
         "rollout/truncated_fraction": _share(all_parts, StopReason.LENGTH),
         "rollout/aborted_fraction": _share(all_parts, StopReason.ABORT),
-        "rollout/zero_variance_fraction": Mean(sum(has_one_reward(group) for group in groups), len(groups)),
+        "rollout/zero_variance_fraction": Mean(sum(map(has_one_reward, compared)), len(compared)),
     }
     # All failed and all solved need opposite cures.
-    counts = Counter(f"{value:.1f}" for group in groups if has_one_reward(group) for _, value in _rewards(group))
-    metrics |= {f"rollout/zero_variance_fraction/{name}": Mean(count, len(groups)) for name, count in sorted(counts.items())}
+    counts = Counter(f"{round(value, 1) + 0.0:.1f}" for group in compared if has_one_reward(group) for _, value in _rewards(group))
+    metrics |= {f"rollout/zero_variance_fraction/{name}": Mean(count, len(compared)) for name, count in sorted(counts.items())}
     if len(ages):
         metrics |= {"rollout/staleness": Mean(float(ages.sum()), len(ages)), "rollout/staleness_max": Max(float(ages.max()))}
         metrics |= _shares_by_age(ages)

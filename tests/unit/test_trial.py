@@ -17,7 +17,7 @@ from megatron_rl.doctor import trial
 from megatron_rl.doctor.machine import library_problems, pinned_libraries
 from megatron_rl.doctor.node import Node
 from megatron_rl.doctor.trial import LINES, RESULT_FILE, accept, sleep_problems
-from megatron_rl.errors import UserError
+from megatron_rl.errors import DeadlineError, UserError
 from megatron_rl.models.attention.attention_choice import lacking_in_transformer_engine
 from megatron_rl.models.read_spec import read_model_spec
 from megatron_rl.planning.run_plan import CONTEXT_BYTES
@@ -40,8 +40,9 @@ class TwoRanks:
         return name in self._faults and self._several
 
     def open(self, settings: Any) -> None:
-        if "windows" in self._faults and "windows" in str(settings.model.path):
-            raise UserError("these kernels have no windows")
+        for fault, error in (("windows", UserError("these kernels have no windows")), ("late", DeadlineError("layouts took longer"))):
+            if fault in self._faults and "windows" in str(settings.model.path):
+                raise error
         self._several, self._log_prob = settings.training.topology.num_ranks > 1, -2.0
         self.opened.append(settings)
 
@@ -218,6 +219,11 @@ def test_a_refused_model_leaves_the_other_layouts(tmp_path: Path) -> None:
     node._ranks = ranks  # type: ignore[assignment]
     (last,) = checks
     assert last.level == "ok" and "deepseek_v3" in last.promise
+    (tmp_path / "late").mkdir()
+    node = Node("cuda", num_gpus=2, directory=tmp_path / "late")
+    node._ranks = TwoRanks("late")  # type: ignore[assignment]
+    with pytest.raises(DeadlineError):
+        list(LINES["layouts"](node))
 
 
 def test_lines_are_told_whatever_becomes_of_the_others(

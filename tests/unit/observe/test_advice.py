@@ -187,6 +187,13 @@ def test_a_reward_has_fallen_by_more_than_its_noise() -> None:
     assert advise(rewarded([0.8] * 5 + [0.1] * 2)) == () == advise(rewarded([0.1] * 5 + [0.9] * 5))
 
 
+def test_a_run_without_signal_has_lost_no_reward() -> None:
+    """A little luck at first hides the cause from nobody."""
+    barren = {"rollout/zero_variance_fraction": 0.97, "rollout/zero_variance_fraction/0.0": 0.97}
+    (said,) = advise(rewarded([0.01] * 5 + [0.0] * 12, **barren))
+    assert said.startswith("97% of groups have the reward 0.0 alone")
+
+
 def test_old_tokens_have_the_share_that_the_ratios_leave() -> None:
     """1 / mean square is the effective share of samples: 1 / 2.5 = 40 %."""
     old = rewarded([0.8] * 5 + [0.1] * 5, rollout__staleness=3.0, train__off_policy_ratio_square=2.5, train__lr=3e-4)

@@ -118,6 +118,14 @@ def test_groups_without_signal_are_counted_by_their_reward() -> None:
     assert (values["rollout/zero_variance_fraction/0.0"], values["rollout/zero_variance_fraction/1.0"]) == (0.25, 0.5)
 
 
+def test_a_lone_sample_is_no_group_without_signal() -> None:
+    lone, pair = Group("p", PROMPT, (sample(scored(1)),)), Group("p", PROMPT, (sample(scored(-0.01)), sample(scored(-0.01))))
+    values = metric_values(rollout_metrics([lone], version=4))
+    assert not [name for name in values if name.startswith("rollout/zero_variance")]
+    values = metric_values(rollout_metrics([lone, pair], version=4))
+    assert (values["rollout/zero_variance_fraction"], values["rollout/zero_variance_fraction/0.0"]) == (1.0, 1.0)
+
+
 def test_a_group_without_signal_is_counted_by_its_scored_samples() -> None:
     failed = Reward(RewardOutcome.ERROR, message="boom")
     groups = [Group("p", PROMPT, tuple(map(sample, rewards))) for rewards in ((failed, scored(1), scored(1)), (failed, failed))]
