@@ -108,7 +108,7 @@ class Node:
     def __init__(self, kind: Literal["cpu", "cuda"], *, num_gpus: int, directory: Path) -> None:
         self.kind, self.num_gpus, self.directory = kind, num_gpus, directory
         self.dtype = AUTO_DTYPES[kind]
-        self.tolerance, self.longest = (4e-2, 4096) if kind == "cuda" else (1e-5, 64)
+        self.tolerance, self.longest = (2e-2, 4096) if kind == "cuda" else (1e-5, 64)
         self._stack = ExitStack()
         self._ranks: TrialRanks | None = None
 
