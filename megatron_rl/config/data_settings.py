@@ -7,12 +7,33 @@ from pydantic import Field, field_validator, model_validator
 from megatron_rl.config.section import FilePath, Section
 
 
+class Pool(Section):
+    """Rows by the mean reward of their last answers, which come again in a share of the epochs."""
+
+    min_reward: float | None = Field(None, description="Least mean reward of the pool; any when not set.")
+    max_reward: float | None = Field(None, description="Highest mean reward of the pool; any when not set.")
+    chance: float = Field(..., ge=0.01, le=1, description="Chance of each of its rows to come in an epoch.")
+
+    @model_validator(mode="after")
+    def _some_reward(self) -> "Pool":
+        if self.min_reward is not None and self.max_reward is not None and self.min_reward > self.max_reward:
+            raise ValueError(f"has min_reward {self.min_reward} and max_reward {self.max_reward}, needs min_reward <= max_reward")
+        return self
+
+    def fits(self, reward: float) -> bool:
+        """Return True for a mean reward of the pool."""
+        return (self.min_reward is None or reward >= self.min_reward) and (self.max_reward is None or reward <= self.max_reward)
+
+
 class DataFiles(Section):
     """One source of rows."""
 
     path: FilePath = Field(description="File, pattern such as rows-*.jsonl, or directory that Hugging Face's datasets saved.")
     weight: float = Field(1.0, gt=0, le=1e6, description="Share of training rows from this source, relative to the others'.")
     rows: str = Field(":", pattern=r"^-?\d{0,12}:-?\d{0,12}$", description="FIRST:END of its rows, from 0; negative ones from the end.")
+    pools: tuple[Pool, ...] = Field(
+        (), description="Pools {min_reward, max_reward, chance} by difficulty; the first that fits a row counts, other rows always come."
+    )
 
     @property
     def chosen(self) -> slice:
@@ -24,7 +45,7 @@ class DataSettings(Section):
     """Prompts to train on. Rows are JSON lines, a JSON array, parquet, or a saved dataset."""
 
     train: FilePath | tuple[DataFiles, ...] | None = Field(
-        None, description="File of training rows, or a list of sources {path, weight, rows}; data.source takes its place."
+        None, description="File of training rows, or a list of sources {path, weight, rows, pools}; data.source takes its place."
     )
     source: str | None = Field(None, description="Your own source of training rows, package.module:Class, in place of data.train.")
     args: dict[str, Any] = Field(default_factory=dict, description="Arguments of your own source, by the names that it gives them.")

@@ -47,6 +47,10 @@ PRUNABLE = (
     "count(*) OVER (PARTITION BY consumed_step), id "
     "FROM groups INDEXED BY groups_unpruned WHERE pruned = 0 AND consumed_step <= ?"
 )
+MEAN_REWARDS = (
+    "SELECT id, avg(reward) FROM (SELECT id, position, max(reward) AS reward FROM groups JOIN samples ON group_id = id "
+    "WHERE {} AND outcome = 'scored' GROUP BY id, ifnull(trajectory, -1 - sample_index)) GROUP BY id ORDER BY position"
+)
 LATER = "SELECT count(*) FROM groups INDEXED BY groups_unpruned WHERE pruned = 0 AND consumed_step > ?"
 
 
@@ -187,6 +191,19 @@ class Buffer(SqliteFile):
     def in_order(self, group_ids: Iterable[str]) -> list[str]:
         """Return these ids in the order of prompts."""
         return self._ids(f"SELECT id FROM groups WHERE {CHOSEN} ORDER BY position", (json.dumps(list(group_ids)),))
+
+    def ids_after(self, count: int) -> list[str]:
+        """Return the ids of all groups but the first `count`, in the order of prompts."""
+        return self._ids("SELECT id FROM groups WHERE position > ? ORDER BY position", (count,))
+
+    def mean_rewards(self, after: int, until: int) -> dict[str, float]:
+        """Return the mean reward of the scored trajectories of each group of steps `after` + 1 to `until`, by id."""
+        return dict(self._read(MEAN_REWARDS.format("consumed_step > ? AND consumed_step <= ?"), (after, until)))
+
+    def mean_reward(self, group_id: str, *, until: int) -> float | None:
+        """Return the mean reward of one group, None where no step up to `until` took it or nothing is scored."""
+        found = self._read(MEAN_REWARDS.format("id = ? AND consumed_step <= ?"), (group_id, until))
+        return found[0][1] if found else None
 
     def consume(self, rejections: Mapping[str, str | None], *, step: int) -> None:
         """Mark done groups as consumed by `step` (from 1), by id with a reason for no training."""

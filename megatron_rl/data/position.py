@@ -6,6 +6,7 @@ from typing import Any
 from megatron_rl.config.data_settings import DataSettings
 from megatron_rl.config.settings import RewardSettings, RolloutSettings
 from megatron_rl.data.buffer import Buffer, BufferCounts
+from megatron_rl.data.row_source import OwnRows
 from megatron_rl.data.source import PromptSource
 from megatron_rl.errors import UserError, counted
 
@@ -50,6 +51,8 @@ def position_of(source: PromptSource, buffer: Buffer, *, step: int) -> dict[str,
     the next step do not count as taken.
     """
     buffer.flush()
+    if isinstance(source.rows, OwnRows):
+        source.rows.see(buffer.mean_rewards, step=step)
     return {**source.rows.state(), _GROUPS: buffer.counts().total, _CONSUMED: buffer.num_consumed(step=step)}
 
 
@@ -73,7 +76,7 @@ def rewind(source: PromptSource, buffer: Buffer, *, step: int, position: dict[st
         buffer.num_gone = num_groups
     # Prompts taken after the checkpoint are in the buffer: the next prompts come behind.
     pending = {group.id for group in buffer.waiting() if group.state != "done"}
-    buffer.add_prompts(source.next_prompts(max(0, counts.total - num_groups)))
+    buffer.add_prompts(source.follow(buffer.ids_after(num_groups)))
     # Prompts from before the checkpoint wait with labels of the settings at that time.
     buffer.add_prompts(source.again(sorted(pending)))
     now = buffer.made_by

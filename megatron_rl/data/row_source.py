@@ -14,11 +14,13 @@ from megatron_rl.config.data_settings import DataFiles, DataSettings
 from megatron_rl.data.row_files import Row, check_row, data_paths
 from megatron_rl.data.row_table import BadRows, Rows, read_rows
 from megatron_rl.errors import UserError, counted
-from megatron_rl.plugins.kinds import KINDS, DataSource
+from megatron_rl.plugins.kinds import KINDS, Curriculum, DataSource
 from megatron_rl.plugins.loader import load, without_exits
-from megatron_rl.types import Bools
+from megatron_rl.types import Bools, Ints
 
 NamedRow = tuple[str, Row]  # a row and the id of its prompt, which no other row of the run has
+MeanReward = Callable[[str], float | None]
+"""The mean reward of a prompt's answers by its id; None for one that no step has taken, or without a reward."""
 _PROBED_ROWS = 2
 
 
@@ -26,7 +28,8 @@ class FileRows:
     """The rows of data.train, each source shuffled anew every epoch of its own, mixed by weight.
 
     Ids are EPOCH-ROW, with rows counted from 0 over all sources. After n rows, each source has
-    given its share of n within one row.
+    given its share of n within one row. From a source's second epoch on, a row whose last answers
+    fit one of the source's `pools` comes with the pool's chance.
     """
 
     def __init__(self, sources: Sequence[DataFiles], *, settings: DataSettings, seed: int, need_response: bool, bad: BadRows) -> None:
@@ -37,7 +40,9 @@ class FileRows:
         weights = np.array([files.weight for files in sources])
         self._shares = weights / weights.sum()
         self._digest = _digest(sources)
+        self._pools = [files.pools for files in sources]
         self._taken = [0] * len(parts)
+        self._passed = [0] * len(parts)  # rows taken or left out by a pool
         self._orders = [(-1, np.empty(0, np.int64))] * len(parts)  # of each source: an epoch, and its order of rows
 
     def drop(self, dropped: Bools) -> None:
@@ -52,21 +57,59 @@ class FileRows:
             )
         self.rows, self._starts = self.rows.take(kept), starts
 
-    def take(self, count: int) -> list[NamedRow]:
+    def take(self, count: int, mean_reward: MeanReward = lambda name: None) -> list[NamedRow]:
         """Return the next `count` rows; a new epoch of a source starts where it ends."""
-        return [self._next() for _ in range(count)]
+        return [self._next(mean_reward) for _ in range(count)]
 
-    def _next(self) -> NamedRow:
+    def _next(self, mean_reward: MeanReward) -> NamedRow:
         part = int(np.argmax(self._shares * (sum(self._taken) + 1) - self._taken))
-        first, size = self._starts[part], self._starts[part + 1] - self._starts[part]
-        epoch, cursor = divmod(self._taken[part], int(size))
+        size = int(self._starts[part + 1] - self._starts[part])
+        self._taken[part] += 1
+        while True:
+            epoch, cursor = divmod(self._passed[part], size)
+            index = int(self._starts[part] + self._order(part, epoch)[cursor])
+            self._passed[part] += 1
+            if self._comes(part, epoch, index, mean_reward):
+                return f"{epoch}-{index}", self.rows[index]
+
+    def _order(self, part: int, epoch: int) -> Ints:
+        """Return the order of a source's rows in an epoch, each counted from the source's first."""
         if self._orders[part][0] != epoch:
+            size = int(self._starts[part + 1] - self._starts[part])
             # A first part's zero changes no seed.
             order = np.random.default_rng([self._seed, epoch, part]).permutation(size) if self._shuffle else np.arange(size)
             self._orders[part] = (epoch, order)
-        self._taken[part] += 1
-        index = int(first + self._orders[part][1][cursor])
-        return f"{epoch}-{index}", self.rows[index]
+        return self._orders[part][1]
+
+    def _comes(self, part: int, epoch: int, index: int, mean_reward: MeanReward) -> bool:
+        """Return True unless the pool of a row's last answers leaves the row out of this epoch."""
+        if not self._pools[part]:
+            return True
+        rewards = (mean_reward(f"{before}-{index}") for before in reversed(range(epoch)))
+        last = next((reward for reward in rewards if reward is not None), None)
+        chances = (pool.chance for pool in self._pools[part] if last is not None and pool.fits(last))
+        return bool(np.random.default_rng([self._seed, epoch, part, index]).random() < next(chances, 1.0))
+
+    def follow(self, names: Sequence[str]) -> list[NamedRow]:
+        """Return the next rows, which are those of `names`: the rewards that chose them may be gone.
+
+        Raises UserError for rows that do not follow in the present order.
+        """
+        if not any(self._pools):
+            return self.take(len(names))
+        for name in names:
+            epoch, index = map(int, name.split("-"))
+            part = int(np.searchsorted(self._starts, index, side="right")) - 1
+            size = self._starts[part + 1] - self._starts[part] if part < len(self._pools) else 0
+            passed = epoch * size + 1 + np.flatnonzero(self._order(part, epoch) == index - self._starts[part])[0] if size else 0
+            if passed <= self._passed[part if size else 0]:
+                raise UserError(
+                    f"prompt {name!r} of the buffer does not follow in the order of data.train, which pools need; restore run.seed, "
+                    "data.shuffle and data.train, or choose another run.directory"
+                )
+            self._taken[part] += 1
+            self._passed[part] = int(passed)
+        return self.again(names)
 
     def first(self, count: int) -> list[Row]:
         """Return at most `count` rows in the order of the files. Moves nothing."""
@@ -79,14 +122,14 @@ class FileRows:
     def state(self) -> dict[str, Any]:
         """Return the rows taken of each source, with the facts that must stay equal for them to be valid."""
         facts = {"seed": self._seed, "shuffle": self._shuffle, "digest": self._digest, "num_rows": len(self.rows)}
-        return {"taken": list(self._taken), **facts}
+        return {"taken": list(self._taken), "passed": list(self._passed), **facts}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from `state()`. Raises UserError for other files, rows, weights, seed or data.shuffle."""
         num_rows = "number of rows of data.train that data.max_prompt_tokens, data.max_bad_rows and reward.check_labels leave"
         names = {"digest": "content of data.train", "num_rows": num_rows}
         _check_same(state, self.state(), names | {"seed": "run.seed", "shuffle": "data.shuffle"})
-        self._taken = list(state["taken"])
+        self._taken, self._passed = list(state["taken"]), list(state["passed"])
 
 
 def _digest(sources: Sequence[DataFiles]) -> str:
@@ -113,16 +156,31 @@ class OwnRows:
         made = load(settings.source, kind="data_source", args=settings.args)
         self._make: Callable[[], DataSource] = lambda: self._call("being made", lambda: made(seed=seed))
         self._source = self._make()
-        self._num_taken = 0
+        self._num_taken, self._seen_step = 0, 0
         self.first(_PROBED_ROWS)
         self.state()
 
-    def take(self, count: int) -> list[NamedRow]:
-        """Return the next `count` rows. Raises UserError for an unusable row."""
+    def take(self, count: int, mean_reward: MeanReward | None = None) -> list[NamedRow]:
+        """Return the next `count` rows, for any rewards. Raises UserError for an unusable row."""
         rows = self._rows(self._source, count, start=self._num_taken)
         named = [(str(number), row) for number, row in enumerate(rows, start=self._num_taken)]
         self._num_taken += count
         return named
+
+    def follow(self, names: Sequence[str]) -> list[NamedRow]:
+        """Return the next rows, which are those of `names`."""
+        return self.take(len(names))
+
+    def see(self, mean_rewards: Callable[[int, int], Mapping[str, float]], *, step: int) -> None:
+        """Show a curriculum the mean rewards of the prompts of new steps up to `step`.
+
+        `mean_rewards` returns them by id, of the prompts of steps after its first argument.
+        """
+        source = self._source
+        if isinstance(source, Curriculum) and step > self._seen_step:
+            rewards = {int(name): reward for name, reward in mean_rewards(self._seen_step, step).items()}
+            self._call("seeing rewards", lambda: source.see(rewards))
+            self._seen_step = step
 
     def first(self, count: int) -> list[Row]:
         """Return the first `count` rows, of another instance of the source."""
@@ -141,14 +199,15 @@ class OwnRows:
             raise UserError(f"{self._name} has the state {own!r:.80}, which JSON cannot hold ({error}); use plain values") from error
         settings = self._settings
         keys = {"prompt_key": settings.prompt_key, "label_key": settings.label_field}
-        return {"source": settings.source, "args": settings.args, "seed": self._seed, "taken": self._num_taken, "own": own, **keys}
+        facts = {"source": settings.source, "args": settings.args, "seed": self._seed, **keys}
+        return {**facts, "taken": self._num_taken, "seen": self._seen_step, "own": own}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from `state()`. Raises UserError for another source, arguments, seed or fields."""
         names = {"seed": "run.seed"} | {key: f"data.{key}" for key in ("source", "args", "prompt_key", "label_key")}
         _check_same(state, self.state(), names)
         self._call("taking back its state", lambda: setattr(self._source, "state", state["own"]))
-        self._num_taken = state["taken"]
+        self._num_taken, self._seen_step = state["taken"], state["seen"]
 
     def _rows(self, source: DataSource, count: int, *, start: int) -> list[Row]:
         records = self._call(f"giving {counted(count, 'row')}", lambda: source.next_rows(count))

@@ -15,7 +15,7 @@ from jinja2.meta import find_undeclared_variables
 from megatron_rl.config.data_settings import DataFiles, DataSettings
 from megatron_rl.config.eval_sets import EvalSet
 from megatron_rl.data.row_files import Row
-from megatron_rl.data.row_source import FileRows, NamedRow, OwnRows
+from megatron_rl.data.row_source import FileRows, MeanReward, NamedRow, OwnRows
 from megatron_rl.data.row_table import BadRows, Rows
 from megatron_rl.data.tokenizer import load_tokenizer, unknown_id, vocabulary_size
 from megatron_rl.errors import UserError, counted
@@ -53,6 +53,8 @@ class PromptSource:
         vocab_size: int | None = None,
         max_bad_rows: int = 0,
     ) -> None:
+        if need_response and any(files.pools for files in sources):
+            raise UserError("data.train has pools, which choose rows by rewards, but supervised training has none; remove the pools")
         self.name = ", ".join(str(files.path) for files in sources)
         self.max_prompt_tokens = settings.max_prompt_tokens
         self._settings = settings
@@ -158,9 +160,13 @@ class PromptSource:
         firsts = sorted(int(np.argmax(labelled == kind)) for kind in (False, True) if (labelled == kind).any())
         return self._prompts([(f"eval-{index}", rows[index]) for index in firsts])
 
-    def next_prompts(self, count: int) -> list[Prompt]:
-        """Return the next `count` prompts; no other prompt of the run has the id of one."""
-        return self._prompts(self.rows.take(count))
+    def next_prompts(self, count: int, *, mean_reward: MeanReward = lambda name: None) -> list[Prompt]:
+        """Return the next `count` prompts, for `mean_reward` so far; no other prompt of the run has the id of one."""
+        return self._prompts(self.rows.take(count, mean_reward))
+
+    def follow(self, names: Sequence[str]) -> list[Prompt]:
+        """Return the next prompts, which an earlier process took under these ids."""
+        return self._prompts(self.rows.follow(names))
 
     def again(self, names: Sequence[str]) -> list[Prompt]:
         """Return the prompts of these ids as the present settings read them, if different."""

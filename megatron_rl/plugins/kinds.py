@@ -10,7 +10,7 @@ Legend: B trajectories of a batch; each counts once, whatever the number of samp
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -156,6 +156,17 @@ class DataSource(Protocol):
         """Return the next `count` rows, each with the fields of a line of data.train.
 
         Fields are prompt, label, for supervised training response, and others: metadata.
+        """
+
+
+@runtime_checkable
+class Curriculum(Protocol):
+    """A `DataSource` whose rows also follow from rewards."""
+
+    def see(self, rewards: Mapping[int, float]) -> None:
+        """Take the mean rewards of the prompts trained on since the last checkpoint, by number.
+
+        Rows are numbered from 0. Called before each checkpoint; `state` holds what is kept of them.
         """
 
 

@@ -9,6 +9,7 @@ prompts ──► in flight ──► done ──► the groups of a step, chose
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 
 from megatron_rl.config.order import InOrder, Quota
 from megatron_rl.config.settings import RolloutSettings
@@ -117,7 +118,9 @@ class Production:
         """Begin the first `num_groups` untrained groups, in the order of prompts."""
         lacking = num_groups - self._buffer.counts().waiting
         if lacking > 0:
-            self._buffer.add_prompts(self._source.next_prompts(lacking))
+            # Rewards of whole steps alone: rounds of resampling and a resumed step choose the same prompts.
+            mean_reward = partial(self._buffer.mean_reward, until=step)
+            self._buffer.add_prompts(self._source.next_prompts(lacking, mean_reward=mean_reward))
         for prompt in self._buffer.take_pending(num_groups, among=num_groups):
             self._begun[prompt.id] = step
             task = asyncio.create_task(self._produce(prompt))

@@ -222,22 +222,24 @@ def _try_data_source(path: str, args: Mapping[str, Any]) -> Attempts:
     def taken(source: OwnRows, *counts: int) -> list[Row]:
         return [row for count in counts for _, row in source.take(count)]
 
-    def same(got: Sequence[Row], what: str, fix: str) -> None:
-        for number, (row, other) in enumerate(zip(got, expected, strict=True)):
+    def same(got: Sequence[Row], wanted: Sequence[Row], what: str, fix: str) -> None:
+        for number, (row, other) in enumerate(zip(got, wanted, strict=True)):
             if row != other:
                 raise UserError(f"data.source {path} gave row {number} as {row.prompt!r:.60} {what}, was {other.prompt!r:.60}; {fix}")
 
     yield "rows can be used as the lines of a data file are"
     expected = taken(opened(), NUM_PROBE_ROWS)
     yield "the same seed gives the same rows"
-    same(taken(opened(), NUM_PROBE_ROWS), "with the same seed", "draw from numpy.random.default_rng(seed)")
+    same(taken(opened(), NUM_PROBE_ROWS), expected, "with the same seed", "draw from numpy.random.default_rng(seed)")
     yield "the rows do not depend on how many are asked for at once"
-    same(taken(opened(), 1, 3, NUM_PROBE_ROWS - 4), "when fewer are asked for at once", "let a row follow from its number")
+    same(taken(opened(), 1, 3, NUM_PROBE_ROWS - 4), expected, "when fewer are asked for at once", "let a row follow from its number")
     yield "it goes on from its state, which JSON can hold"
     source, other = opened(), opened()
     before = taken(source, 3)
+    source.see(lambda after, until: {"0": 1.0, "1": 0.0, "2": 0.5}, step=1)
     other.restore(json.loads(json.dumps(source.state())))
-    same([*before, *taken(other, NUM_PROBE_ROWS - 3)], "after state and restore", "keep in state all that rows follow from")
+    rest, own_rest = (taken(each, NUM_PROBE_ROWS - 3) for each in (other, source))
+    same([*before, *rest], [*before, *own_rest], "after state and restore", "keep in state all that rows follow from")
 
 
 def _try_filter(path: str, args: Mapping[str, Any]) -> Attempts:
