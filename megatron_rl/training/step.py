@@ -343,7 +343,7 @@ def share_of_metrics(reports: Sequence[LossOutput], place: Place, *, loss: str, 
     own = list(reports[0].metrics)
     rows = [[report.loss, *(value for name in own for value in report.metrics[name])] for report in reports]
     table = torch.stack([torch.stack([value.double() for value in row]) for row in rows])
-    sums, largest = table.sum(dim=0).tolist(), table.amax(dim=0).tolist()
+    sums, largest = torch.stack([table.sum(dim=0), table.amax(dim=0)]).tolist()
     # The loss is the sum of all shares: one rank gives the weight, the others only their share.
     metrics: dict[str, Any] = {f"train/{loss}": Mean(sums[0], float(place.reports_alone))}
     for index, name in enumerate(own):
