@@ -47,7 +47,7 @@ def contradictions(settings: Settings) -> list[str]:
         if rollout.max_staleness and not objective.corrects_staleness:
             got, taken = f"rollout.max_staleness is {rollout.max_staleness}", "tokens of older weights count as the current ones'"
             found.append(_uncorrected(got, objective.policy_loss.kind, taken))
-        found += [*_group(data, objective.advantage), *_lengths(data, rollout.sampling, training), *_engines(rollout.sglang)]
+        found += [*_group(data, objective.advantage), *_lengths(data, rollout, training), *_engines(rollout.sglang)]
         found += [*_candidates(rollout.sampling, rollout.sglang), *_entropy_aware(rollout.sampling, objective)]
     if data.chat_template_kwargs and rollout.is_hosted:
         found.append(
@@ -232,8 +232,8 @@ def _group(data: DataSettings, advantage: Advantages) -> Iterator[str]:
         )
 
 
-def _lengths(data: DataSettings, sampling: SamplingSettings, training: TrainingSettings) -> Iterator[str]:
-    prompt, response = data.max_prompt_tokens, sampling.max_response_tokens
+def _lengths(data: DataSettings, rollout: RolloutSettings, training: TrainingSettings) -> Iterator[str]:
+    prompt, response = data.max_prompt_tokens, rollout.sampling.max_response_tokens
     budget, cp = training.max_tokens_per_micro_batch, training.topology.cp
     if prompt + response > budget * cp:
         yield (
@@ -241,6 +241,14 @@ def _lengths(data: DataSettings, sampling: SamplingSettings, training: TrainingS
             f"{prompt + response} tokens, but a micro-batch holds training.max_tokens_per_micro_batch {budget} × cp {cp} = {budget * cp}; "
             f"set training.max_tokens_per_micro_batch to {-(-(prompt + response) // cp)} or more, or allow fewer tokens"
         )
+    for name in ("context_length", "max_total_tokens"):
+        limit = rollout.sglang.get(name)
+        # Others may ask for the room that is left.
+        if not rollout.is_hosted and rollout.function is None and isinstance(limit, int) and prompt + response > limit:
+            yield (
+                f"a sequence may have data.max_prompt_tokens {prompt} + rollout.sampling.max_response_tokens {response} = "
+                f"{prompt + response} tokens, but rollout.sglang.{name} is {limit}; raise it, or allow fewer tokens"
+            )
 
 
 def _candidates(sampling: SamplingSettings, sglang: Mapping[str, Any]) -> Iterator[str]:
@@ -273,6 +281,7 @@ def _entropy_aware(sampling: SamplingSettings, objective: Objective) -> Iterator
 
 def _schedule(num_steps: int, training: TrainingSettings, *, has_critic: bool) -> Iterator[str]:
     schedule, steps = training.schedule, num_steps * training.optimizer_steps_per_batch
+    frozen = training.critic.warmup_steps if has_critic else 0
     product = (
         f"run.num_steps {num_steps} × training.optimizer_steps_per_batch {training.optimizer_steps_per_batch} = "
         f"{counted(steps, 'optimizer step')}"
@@ -284,7 +293,7 @@ def _schedule(num_steps: int, training: TrainingSettings, *, has_critic: bool) -
             f"training.schedule.warmup_steps is {schedule.warmup_steps}, but the run has {product}, so the learning rate would never "
             f"reach its peak; set training.schedule.warmup_steps to {steps} or less"
         )
-    if has_critic and training.critic.warmup_steps >= steps:
+    if frozen >= steps:
         yield (
             f"training.critic.warmup_steps is {training.critic.warmup_steps}, but the run has {product}, so the policy would never "
             f"learn; set training.critic.warmup_steps below {steps}"
@@ -296,10 +305,11 @@ def _schedule(num_steps: int, training: TrainingSettings, *, has_critic: bool) -
                 f"training.schedule.decay_steps is {schedule.decay_steps}, but decay_style {schedule.decay_style} {never}; "
                 f"remove decay_steps, or set training.schedule.decay_style to linear or cosine"
             )
-    elif schedule.warmup_steps <= steps and (schedule.decay_steps or steps) <= schedule.warmup_steps:
+    elif schedule.warmup_steps <= steps and 0 < (last := schedule.decay_steps or steps - frozen) <= schedule.warmup_steps:
+        behind = f" behind training.critic.warmup_steps {frozen}" if frozen else ""
         yield (
-            f"training.schedule: the rate is to reach its floor at optimizer step {schedule.decay_steps or steps}, but warms up for "
-            f"{schedule.warmup_steps}; set warmup_steps below {schedule.decay_steps or steps}"
+            f"training.schedule: the rate is to reach its floor at optimizer step {last}{behind}, but warms up for "
+            f"{schedule.warmup_steps}; set warmup_steps below {last}"
         )
     for name in ("lr", "min_lr"):
         rate = training.optimizer.get(name)

@@ -218,7 +218,7 @@ class ScheduleSettings(Section):
     decay_style: Literal["constant", "linear", "cosine", "inverse_square_root", "wsd"] = Field(
         "constant", description="How the rate falls after the warm-up. wsd is constant until the last tenth of the steps, which anneal it."
     )
-    decay_steps: int | None = Field(None, ge=1, description="Optimizer steps until the floor; all steps of the run when not set.")
+    decay_steps: int | None = Field(None, ge=1, description="Optimizer steps until the floor; all of the model in the run when not set.")
 
 
 class CriticSettings(Section):
@@ -369,6 +369,11 @@ class Settings(Section):
     def optimizer_steps(self) -> int:
         """Number of optimizer steps of the run."""
         return self.run.num_steps * self.training.optimizer_steps_per_batch
+
+    @property
+    def policy_steps(self) -> int:
+        """Optimizer steps of the policy, over the whole run: without those in which only the critic learns."""
+        return self.optimizer_steps - (self.training.critic.warmup_steps if self.objective.has_critic else 0)
 
     @property
     def longest_sequence(self) -> int:

@@ -240,7 +240,7 @@ _TABLE: tuple[tuple[str, type[Metric], str, str, str], ...] = (
     ("train/num_trajectories", Sum, "trajectories", "Trajectories with a trainable token, where they have several sequences", "steady"),
     ("train/num_micro_batches", Sum, "", "Micro-batches over all data-parallel ranks", "many: raise max_tokens_per_micro_batch"),
     ("train/skipped_steps", Sum, "steps", "Optimizer steps left out: non-finite loss or gradient", "0; replay the dumped micro-batch"),
-    ("train/tokens_per_second", Mean, "tokens/s", "Prompt and response tokens trained on per second", "steady"),
+    ("train/tokens_per_second", Mean, "tokens/s", "Trainable tokens per second of time/train", "steady"),
     ("time/rollout", Sum, "s", "Seconds in which groups were being made, awaited or not", "near time/train when asynchronous"),
     ("time/rollout_wait", Sum, "s", "Seconds that training waited for groups", "time/rollout when synchronous, else near 0"),
     ("time/sync_drain", Sum, "s", "Seconds until all engines stood still for a weight sync", "near 0"),

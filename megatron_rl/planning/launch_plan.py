@@ -70,7 +70,7 @@ def sizes(settings: Settings) -> dict[str, str]:
         "tokens per micro-batch": f"at most {training.max_tokens_per_micro_batch} × cp {cp} = {training.max_tokens_per_micro_batch * cp}",
         "evaluations, checkpoints": f"{evaluations}, {_rounds(run.num_steps, run.save_interval)}",
     }
-    schedule, last = training.schedule, training.schedule.decay_steps or settings.optimizer_steps
+    schedule, last = training.schedule, training.schedule.decay_steps or settings.policy_steps
     if schedule.decay_style == "wsd":
         rows["learning rate"] = f"wsd, falls in the last {anneal_steps(schedule, last)} of {last} optimizer steps"
     if settings.supervised:

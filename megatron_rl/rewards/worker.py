@@ -79,9 +79,10 @@ async def _awaited(result: Awaitable[Any]) -> Any:
 
 async def _gather(path: str, args: str, samples: Sequence[Sample], timeout_s: float) -> list[Reward]:
     async def call(sample: Sample) -> Reward:
+        timeout = asyncio.timeout(timeout_s)
         try:
-            result = load_score(path, args)(sample=sample)
-            async with asyncio.timeout(timeout_s) as timeout:
+            async with timeout:
+                result = load_score(path, args)(sample=sample)
                 return _outcome(path, await result if inspect.isawaitable(result) else result)
         except BaseException as error:  # as above
             if timeout.expired():

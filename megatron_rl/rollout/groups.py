@@ -106,7 +106,6 @@ class GroupMaker:
         self.generation_s = self.reward_s = 0.0  # seconds of training groups so far, all of them together
         self._rollout, self._pool, self._tokenizer, self._score = rollout, pool, tokenizer, score
         self._seed, self._max_tokens, self._timeout_s = seed, max_tokens, settings.timeout_s
-        self._first_alone = 0 if settings.is_hosted else 1  # the attempt from which on each trajectory is made alone
         # Evaluation waits for no training trajectory, which may stand still until the next step.
         self._settings, self._places = settings, _places(most_alone(settings))
         ends = [tokenizer.eos_token_id]
@@ -158,9 +157,17 @@ class GroupMaker:
         return with_baseline(group, {sample.role: sample.reward for sample in last_samples(greedy.samples)})
 
     def _kept(self, group: Group | None, num_samples: int) -> Group | None:
-        """Return the group kept by an interrupted run, if the present settings ask for it."""
+        """Return the group kept by an interrupted run, without a reward, if the present settings ask for it.
+
+        A whole group comes back where a reward failed. All its rewards are given anew, but the rollout's
+        own part of them is not kept: where there may be one, the samples are made anew, too.
+        """
         if group is None or group.num_made + len(group.failures) != num_samples:
             return None
+        if any(sample.reward is not None and sample.reward.value is None for sample in group.samples):
+            if self._settings.is_hosted or self._settings.function is not None:
+                return None
+            group = replace(group, samples=tuple(replace(sample, reward=None) for sample in group.samples))
         lacks_experts = self._pool.address.mixture is not None and any(sample.routed_experts is None for sample in group.samples)
         return None if lacks_experts else group
 
@@ -185,7 +192,12 @@ class GroupMaker:
         return replace(group, samples=tuple(replace(sample, reward=by_index[sample.index]) for sample in group.samples))
 
     async def _generate(self, prompt: Prompt, num_samples: int, *, sampling: Sampling, urgency: Urgency, kept: KeptAnswers) -> Group:
-        """Call the rollout for all trajectories together; alone where hosted, or again."""
+        """Call the rollout for all trajectories together; alone where hosted, or again.
+
+        A rollout of the user's own is called for each answer of an evaluation alone: the estimates are
+        of independent answers.
+        """
+        alone_first = self._settings.is_hosted or (urgency is Urgency.EVALUATION and self._settings.function is not None)
         arrival, seed = self._pool.arrival(), f"{self._seed} {prompt.id}"
 
         async def attempt(count: int, seed: str) -> Samples | Failure:
@@ -205,7 +217,7 @@ class GroupMaker:
 
         async def alone(number: int) -> Samples | Failure:
             async with self._places[urgency]:  # for all attempts: none waits behind later trajectories
-                for again in range(self._first_alone, ATTEMPTS):
+                for again in range(0 if alone_first else 1, ATTEMPTS):
                     # No session name begins with a zero character.
                     found = await attempt(1, f"{seed}\0\0{number} {again}")
                     if not isinstance(found, Failure):
@@ -213,7 +225,7 @@ class GroupMaker:
                     self.retries[found.cause] += again + 1 < ATTEMPTS and urgency is not Urgency.EVALUATION
             return found
 
-        made = await attempt(num_samples, seed) if self._first_alone else None
+        made = None if alone_first else await attempt(num_samples, seed)
         if made is not None and not isinstance(made, Failure):
             return Group(id=prompt.id, prompt=prompt, samples=made)
         if made is not None and urgency is not Urgency.EVALUATION:

@@ -285,6 +285,9 @@ class RolloutManager:
             samples = self._settings.data.samples_per_prompt
             self._failures.note(failures[0], total=samples * len(chosen), step=step + 1)
             self._failures.check(failures[1], total=samples * len(taken))
+            # Of all rounds of the step: one call of a small round is no large share.
+            reward_calls = reward_failures([each.group for each in taken])
+            self._reward_failures.check(reward_calls[0], total=reward_calls[1])
             missing = wanted - sum(each.kept if resamples else not each.failed for each in taken)
             if not missing:
                 break
@@ -378,7 +381,6 @@ class RolloutManager:
         self._identical.check(step=step, rollout=self._maker.name)
         failures, num_calls = reward_failures(groups)
         self._reward_failures.note(failures, total=num_calls, step=step + 1)
-        self._reward_failures.check(failures, total=num_calls)
         return chosen, renewed + again
 
     # Held-out prompts

@@ -98,13 +98,14 @@ class Trainer:
             for path in dict.fromkeys(path for path in (model.path, teacher) if path is not None):
                 training_state.check_on_ranks(partial(manifest.check, path, "weights"))
             build = partial(build_trained_model, model, training, self._spec, device=self._device, total_steps=total_steps)
-            self._model = build(optimizer=training.optimizer)
+            frozen = training.critic.warmup_steps if self._objective.has_critic else 0
+            steps = None if total_steps is None else total_steps - frozen
+            self._model = build(optimizer=training.optimizer, total_steps=steps)
             self._policy = passes.Policy(self._model.chunks, place, self._spec.vocab_size, temperature, training.routing_replay)
             self.critic = Critic(build, self._objective, training, place=place, dumps=dumps) if self._objective.has_critic else None
             keeps_reference = training.keeps_reference(self._objective)
             self._reference = RestingWeights(partial(trained_tensors, self._model.chunks), replacing=True) if keeps_reference else None
             self._teacher = Teacher(model, training.topology, teacher, device=self._device, place=place) if teacher is not None else None
-            frozen = training.critic.warmup_steps if self.critic is not None else 0
             self._steps = PolicySteps(self._objective, self._model, self._policy, dumps=dumps, seed=seed, frozen_steps=frozen)
             self._memories = {name: ModelMemory(trained) for name, trained in self.trained_models().items()}
             undo.pop_all()

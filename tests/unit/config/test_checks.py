@@ -37,6 +37,17 @@ CORRECTED = ["objective.off_policy={mode: truncate, high: 2.0}"]
             ["training.max_tokens_per_micro_batch=1000"],
             "1024 = 2048 tokens, but a micro-batch holds training.max_tokens_per_micro_batch 1000 × cp 1",
         ),
+        (["rollout.sglang.context_length=2047"], "2048 tokens, but rollout.sglang.context_length is 2047; raise it"),
+        (["rollout.sglang.max_total_tokens=512"], "2048 tokens, but rollout.sglang.max_total_tokens is 512; raise it"),
+        (
+            [
+                "run.num_steps=9",
+                "objective.preset=ppo",
+                "training.critic.warmup_steps=4",
+                "training.schedule={decay_style: linear, warmup_steps: 5}",
+            ],
+            "floor at optimizer step 5 behind training.critic.warmup_steps 4, but warms up for 5",
+        ),
         (["training.max_tokens_per_micro_batch=2047"], "a micro-batch holds training.max_tokens_per_micro_batch 2047"),
         (["training.max_tokens_per_micro_batch=1000"], "set training.max_tokens_per_micro_batch to 2048 or more"),
         (["run.num_steps=5", "training.schedule.warmup_steps=6"], "run.num_steps 5 × training.optimizer_steps_per_batch 1 = 5"),
@@ -225,3 +236,14 @@ def test_staleness_without_a_correction_names_three_ways(settings_with: MakeSett
     parts = ("rollout.max_staleness is 1", f"objective.policy_loss {loss}", "objective.off_policy, such as {mode: truncate, high: 2.0}")
     for part in (*parts, "objective.proximal to rollout", "objective.proximal to interpolated with objective.off_policy"):
         assert part in str(caught.value)
+
+
+def test_engines_may_hold_just_the_longest_sequence(settings_with: MakeSettings) -> None:
+    assert contradictions(settings_with("rollout.sglang={context_length: 2048, max_total_tokens: 2048}")) == []
+    own = settings_with("rollout.function=a:b", "rollout.sglang.context_length=512")
+    assert contradictions(own) == [], "a rollout of one's own may ask for what is left"
+
+
+def test_steps_of_the_policy_are_those_behind_the_critics(settings_with: MakeSettings) -> None:
+    words = ["run.num_steps=9", "training.optimizer_steps_per_batch=2", "training.critic.warmup_steps=4"]
+    assert [settings_with(*words, f"objective.preset={preset}").policy_steps for preset in ("ppo", "grpo")] == [14, 18]

@@ -32,6 +32,18 @@ def test_a_part_that_fails_leaves_no_reward() -> None:
     assert failed.outcome is RewardOutcome.ERROR and "label is '46'" in failed.message
 
 
+def test_a_part_that_raises_at_once_fails_one_call_of_an_async_mixture() -> None:
+    judge = {"function": "judge", "args": {"url": "http://127.0.0.1:9/v1", "model": "m", "attempts": 1}}
+    args = {"key": "source", "functions": {"judged": judge, "letters": "choice"}}
+    samples = [
+        Sample.written(Prompt(id=source, token_ids=np.array([1]), text="", label="B", metadata={"source": source}), text="answer is B")
+        for source in ("letters", "other", "letters")
+    ]
+    rewards, _ = call_all("by_row", json.dumps(args), samples=samples, form="async", call_timeout_s=9.0)
+    assert [reward.value for reward in rewards] == [1.0, None, 1.0]
+    assert rewards[1].outcome is RewardOutcome.ERROR and "needs one of judged, letters" in rewards[1].message
+
+
 def test_components_of_parts_keep_the_name_of_the_part() -> None:
     inner = {"function": "mixture", "args": {"parts": PARTS}}
     assert call("mixture", {"parts": {"all": inner}}, THINKS).components == {"all": 2.5, "all/right": 1.0, "all/tags": 1.0}

@@ -27,8 +27,10 @@ def make_maker(
     seed: int = 0,
     timeout_s: float = 60.0,
     sampling: SamplingSettings | None = None,
+    function: str | None = None,
 ) -> GroupMaker:
-    settings = RolloutSettings(sampling=sampling or SamplingSettings(max_response_tokens=max_answer), timeout_s=timeout_s)
+    sampling = sampling or SamplingSettings(max_response_tokens=max_answer)
+    settings = RolloutSettings(sampling=sampling, timeout_s=timeout_s, function=function)
     tokenizer = NumberTokenizer()
     return GroupMaker(settings, rollout, pool=pool, tokenizer=tokenizer, score=score, seed=seed, max_tokens=max_tokens)  # type: ignore[arg-type]
 
