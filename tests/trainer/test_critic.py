@@ -10,7 +10,7 @@ import torch
 
 from megatron_rl.algorithms.objective import Objective
 from megatron_rl.algorithms.return_advantage import ValueLoss
-from megatron_rl.config.settings import TrainingSettings
+from megatron_rl.config.settings import RunSettings, TrainingSettings
 from megatron_rl.data.packing import make_shards
 from megatron_rl.errors import UserError
 from megatron_rl.observe.metrics import check_metrics
@@ -219,3 +219,11 @@ def test_a_policy_that_waits_for_its_critic_keeps_router_biases(
     changed = {name for name, tensor in trainer.weights() if not torch.equal(tensor, before[name])}
     biases = {name for name in before if name.endswith("e_score_correction_bias")}
     assert biases and (changed == set() if warmup_steps else biases <= changed)
+
+
+def test_the_policys_rate_reaches_its_floor_with_the_run(make_trainer: MakeTrainer, tiny_model: TinyModel) -> None:
+    trainer = make_trainer(tiny_model(), PPO, critic={"warmup_steps": 3}, schedule={"decay_style": "linear"})
+    assert trainer.critic is not None
+    num_steps = RunSettings.model_fields["num_steps"].default
+    ends = [model.scheduler.lr_decay_steps for model in trainer.trained_models().values()]
+    assert sorted(ends) == [num_steps - 3, num_steps], "the policy takes a step less for each of the critic's own"
