@@ -2,8 +2,9 @@
 
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias
 
+from megatron_rl.algorithms.objective import Objective
 from megatron_rl.config.settings import ModelSettings, SamplingSettings, ScheduleSettings
 from megatron_rl.system.deadlines import MODEL_BYTES_PER_S, REQUEST_S, REQUEST_TOKENS_PER_S, START_S, STEP_S, SYNC_S
 
@@ -14,6 +15,8 @@ FEWEST_REQUESTS = 8
 """Requests in flight that an engine has at least where rollout.max_concurrent_requests is null."""
 CANDIDATES_LIMIT, MOST_CANDIDATES = "sampling_mask_max_tokens", 4096
 """Argument of SGLang for the candidates for a token that it records at most, and the default."""
+OneReward: TypeAlias = Literal["teaches", "teaches nothing", "is replaced"]
+"""A group whose rewards are equal: a signal, none, or left out for another prompt."""
 AUTO_DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 """The meaning of model.dtype auto, by the kind of device."""
 
@@ -63,3 +66,10 @@ def reward_workers(num_cores: int | None = None) -> int:
 def dtype_name(model: ModelSettings, *, device_kind: Literal["cpu", "cuda"]) -> str:
     """Return torch's name of the dtype of the ranks' and the engines' parameters."""
     return AUTO_DTYPES[device_kind] if model.dtype == "auto" else model.dtype
+
+
+def one_reward(objective: Objective) -> OneReward:
+    """Return what becomes of groups whose rewards are equal."""
+    if not objective.advantage.compares_groups:
+        return "teaches"
+    return "is replaced" if objective.zero_variance == "resample" else "teaches nothing"

@@ -9,6 +9,7 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 
+from megatron_rl.config.derived import OneReward
 from megatron_rl.observe.live_state import WaitState
 
 Rows = Mapping[int, Mapping[str, float]]
@@ -20,13 +21,14 @@ ENTROPY_LEFT, ENTROPY_LEFT_ALIKE, PARITY_GROWTH, LENGTH_GROWTH, WAIT_SHARE, STAL
 """Bounds: shares of 1, or the newest rows over the first ones."""
 
 
-def advise(rows: Rows, *, waits: Sequence[WaitState] = ()) -> tuple[str, ...]:
+def advise(rows: Rows, *, waits: Sequence[WaitState] = (), one_reward: OneReward = "teaches nothing") -> tuple[str, ...]:
     """Return a sentence for each thing that is wrong, the most urgent first; none of a healthy run.
 
-    `rows` are the metrics of steps in rising order, `waits` those in progress.
+    `rows` are the metrics of steps in rising order, `waits` those in progress, `one_reward` what becomes
+    of groups with equal rewards.
     """
     steps = {step: row for step, row in rows.items() if step}
-    found = [*_liveness(steps, waits), *_learning(steps)]
+    found = [*_liveness(steps, waits), *_learning(steps, one_reward)]
     return tuple(found or _tuning(steps))
 
 
@@ -34,14 +36,15 @@ def _liveness(rows: Rows, waits: Sequence[WaitState]) -> Iterator[str]:
     for wait in waits:
         if wait.late:
             yield f"{wait}: look at logs/stacks.txt; it ends after {wait.deadline_s:.0f} s (model.deadline_s)"
-    samples = _total(rows, "rollout/num_samples")
+    # Of a trajectory with several samples one is scored.
+    made = sum(row.get("rollout/num_samples", 0.0) / row.get("rollout/samples_per_trajectory", 1.0) for row in _tail(rows))
     failed = _total(rows, "rollout/reward_errors") + _total(rows, "rollout/reward_timeouts")
-    if samples and failed > ABORTED * samples:
-        share, fix = failed / samples, "mend reward.function, or raise reward.timeout_s"
+    if made and failed > ABORTED * made:
+        share, fix = failed / made, "mend reward.function, or raise reward.timeout_s"
         yield f"{share:.0%} of reward calls fail or run out of time: see logs/rewards.log; {fix}"
     failures = _total(rows, "rollout/failures")
-    if failures > ABORTED * (samples + failures):
-        share = failures / (samples + failures)
+    if failures > ABORTED * (made + failures):
+        share = failures / (made + failures)
         yield f"{share:.0%} of trajectories are not made: see logs/rollout.log; mend the rollout, or raise rollout.timeout_s"
     if (aborted := _newest(rows, "rollout/aborted_fraction")) > ABORTED:
         yield f"{aborted:.0%} of responses are aborted: see logs/engine-0.log; raise model.deadline_s where requests run out of time"
@@ -56,9 +59,9 @@ def _liveness(rows: Rows, waits: Sequence[WaitState]) -> Iterator[str]:
         yield f"engine and trainer drift apart, {growth:.1f} times the first difference: {fix}"
 
 
-def _learning(rows: Rows) -> Iterator[str]:
+def _learning(rows: Rows, one_reward: OneReward) -> Iterator[str]:
     # Each has the next ones as consequences.
-    yield from [*_off_policy(rows), *_collapse(rows)] or [*_lost_reward(rows)] or _no_signal(rows)
+    yield from [*_off_policy(rows), *_collapse(rows)] or [*_lost_reward(rows)] or _no_signal(rows, one_reward)
     if (share := _newest(rows, "rollout/truncated_fraction")) > TRUNCATED and not _is_barren(rows):
         yield f"{share:.0%} of responses are cut by the token budget: raise rollout.sampling.max_response_tokens"
     if (growth := _growth(rows, "rollout/response_length")) > LENGTH_GROWTH and not _gain(rows, "rollout/reward") > 0:
@@ -98,19 +101,22 @@ def _collapse(rows: Rows) -> Iterator[str]:
         yield f"entropy has collapsed to {left:.0%} of the first steps': {fix}"
 
 
-def _no_signal(rows: Rows) -> Iterator[str]:
+def _no_signal(rows: Rows, one_reward: OneReward) -> Iterator[str]:
     share, common = _newest(rows, "rollout/zero_variance_fraction"), _common_reward(rows)
     if not share > ZERO_VARIANCE or _is_solved(rows):
         return
     if _is_barren(rows):
         yield f"{share:.0%} of groups have the reward {common} alone and teach nothing: {_why_barren(rows)}"
         return
+    if one_reward == "teaches":
+        return
     now, first = _newest(rows, "rollout/reward"), _values(rows, "rollout/reward")[:1]
     if first and now < first[0] and _values(rows, "rollout/zero_variance_fraction")[0] <= ZERO_VARIANCE:
         return  # the prompts were right, and training has spoilt the answers
     above = 0.0 if common is None else float(common) - now
     kind = "harder" if above > 0 else "easier" if above < 0 else "other"
-    yield f"{share:.0%} of groups have one reward and teach nothing: {kind} prompts, or objective.zero_variance: resample"
+    fix = "" if one_reward == "is replaced" else ", or objective.zero_variance: resample"
+    yield f"{share:.0%} of groups have one reward and teach nothing: {kind} prompts{fix}"
 
 
 def _why_barren(rows: Rows) -> str:

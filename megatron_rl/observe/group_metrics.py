@@ -16,8 +16,7 @@ def rollout_metrics(groups: Sequence[Group], *, version: int) -> dict[str, Metri
     """
     samples = [sample for group in groups for sample in group.samples]
     all_parts = [parts for group in groups for parts in trajectories(group.samples)]
-    # A lone sample of a prompt is compared with none.
-    compared = [group for group in groups if sum(sample.reward is not None for sample in group.samples) > 1]
+    compared = [group for group in groups if _compares(group)]
     lengths = [len(sample.response_ids) for sample in samples]
     num_tokens = sum(lengths)
     ages = np.concatenate([np.empty(0, np.int64), *(version - sample.weight_versions[sample.weight_versions >= 0] for sample in samples)])
@@ -104,6 +103,12 @@ def _shares_by_age(ages: Ints) -> dict[str, Metric]:
     if values.tolist() == [0]:
         return {}
     return {f"rollout/staleness_share/{age}": Mean(int(count), len(ages)) for age, count in zip(values, counts, strict=True)}
+
+
+def _compares(group: Group) -> bool:
+    """Return True where a role has several trajectories: a lone one is compared with none."""
+    lasts = (parts[-1] for parts in trajectories(group.samples))
+    return max(Counter(last.role for last in lasts if last.reward is not None).values(), default=0) > 1
 
 
 def has_one_reward(group: Group) -> bool:

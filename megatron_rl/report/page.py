@@ -16,6 +16,7 @@ import jinja2
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_rl.config.derived import one_reward
 from megatron_rl.config.load import load_settings
 from megatron_rl.errors import UserError, sized
 from megatron_rl.observe.advice import advise
@@ -94,7 +95,10 @@ def _page(directory: Path, steps: Steps, picture: bytes, *, title: str, marked: 
         script=(own / "page.js").read_text("utf-8"),
         scripts=None if charts is None else charts.scripts(),
         facts=_visible(run_facts.run_facts(directory, summary, settings, steps)),
-        advice=[visible(sentence) for sentence in advise(steps)],
+        advice=[
+            visible(sentence)
+            for sentence in advise(steps, one_reward="teaches nothing" if settings is None else one_reward(settings.objective))
+        ],
         go_on=visible(summary.go_on) if summary is not None else "",
         left_out=[visible(reason) for reason in left_out],
         evaluations=_visible(evaluated),

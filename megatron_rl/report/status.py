@@ -7,12 +7,15 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
 from megatron_rl.checkpoints.run_checkpoints import SETTINGS_FILE, checkpoint_paths
+from megatron_rl.config.derived import one_reward
 from megatron_rl.config.load import load_settings
+from megatron_rl.config.settings import RunSettings
 from megatron_rl.data.buffer import BUFFER_FILE
 from megatron_rl.errors import UserError, sized
 from megatron_rl.observe.advice import advise
@@ -102,6 +105,9 @@ def report_status(directory: Path) -> RunReport:
     step, num_steps = max(rows, default=0), None if state is None else state.num_steps
     goes_on, gaps, speeds = life in ("running", "late"), _gaps(times), _speeds(rows)
     left_s = statistics.median(gaps) * (num_steps - step) if goes_on and gaps and num_steps is not None else None
+    settings = None
+    with suppress(UserError):
+        settings = load_settings(directory / SETTINGS_FILE, on_gpus=False)
     return RunReport(
         directory=str(directory),
         life=life,
@@ -115,9 +121,13 @@ def report_status(directory: Path) -> RunReport:
         usual_tokens_per_second=statistics.median(speeds) if speeds else None,
         metrics=rows[step] if rows else {},
         restarts=round(sum(row.get("engine/restarts", 0.0) for row in rows.values())),
-        disk_to_come=_disk_to_come(directory, step=step, num_steps=num_steps) if goes_on else None,
+        disk_to_come=_disk_to_come(settings.run, step=step, num_steps=num_steps) if goes_on and settings is not None else None,
         disk_free=free_bytes(directory),
-        advice=advise(rows, waits=() if state is None or not goes_on else state.waits),
+        advice=advise(
+            rows,
+            waits=() if state is None or not goes_on else state.waits,
+            one_reward="teaches nothing" if settings is None else one_reward(settings.objective),
+        ),
         log=_last_lines(directory, why) if life in ("failed", "dead") else (),
     )
 
@@ -174,23 +184,20 @@ def _speeds(rows: Mapping[int, Mapping[str, float]]) -> list[float]:
     return []
 
 
-def _disk_to_come(directory: Path, *, step: int, num_steps: int | None) -> int | None:
-    """Return the bytes that checkpoints and the buffer still take, by those that there are; None before the first checkpoint."""
-    saved = checkpoint_paths(directory)
+def _disk_to_come(run: RunSettings, *, step: int, num_steps: int | None) -> int | None:
+    """Return the bytes that checkpoints, exports and the buffer of a run still take, None before the first checkpoint."""
+    saved = checkpoint_paths(run.directory)
     if not saved or not step or num_steps is None:
         return None
-    try:
-        run = load_settings(directory / SETTINGS_FILE, on_gpus=False).run
-    except UserError:
-        return None
-    each = sum(path.stat().st_size for path in saved[-1].rglob("*") if path.is_file())
+    each, exported = (sum(path.stat().st_size for path in place.rglob("*") if path.is_file()) for place in (saved[-1], saved[-1] / "hf"))
     later = [due for due in range(step + 1, num_steps + 1) if due == num_steps or (run.save_interval and due % run.save_interval == 0)]
     kept = sum(1 for due in later if run.keep_interval and due % run.keep_interval == 0)
     # One more than those that are kept, while it is written.
     passing = min(len(later), max(0, run.keep_checkpoints + 1 - len(saved)))
-    buffer = directory / BUFFER_FILE
+    buffer = run.directory / BUFFER_FILE
     growth = buffer.stat().st_size / step * (num_steps - step) if buffer.is_file() else 0
-    return round(each * max(kept, passing) + growth)
+    exports = num_steps // run.export_interval - step // run.export_interval if run.export_interval else 0
+    return round(each * max(kept, passing) + exported * exports + growth)
 
 
 def _last_lines(directory: Path, why: str) -> tuple[str, ...]:

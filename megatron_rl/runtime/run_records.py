@@ -8,6 +8,7 @@ from pathlib import Path
 from subprocess import Popen
 
 from megatron_rl.checkpoints.run_checkpoints import POLICY_LINK, SETTINGS_FILE, checkpoint_paths
+from megatron_rl.config.derived import OneReward
 from megatron_rl.config.settings import RunSettings
 from megatron_rl.errors import UserError, counted
 from megatron_rl.evaluation.evaluator import SetResult
@@ -37,9 +38,10 @@ class RunRecords:
         timer: PhaseTimer,
         replay: Path | None = None,
         report_interval: int = 0,
+        one_reward: OneReward = "teaches nothing",
     ) -> None:
         """`report_interval` are steps between reports while the run goes on, 0: none."""
-        self._report_interval = report_interval
+        self._report_interval, self._one_reward = report_interval, one_reward
         self._report: Popen[bytes] | None = None
         self._run, self._console, self._sinks, self._memory, self._timer = run, console, sinks, memory, timer
         self._resume_words = ["--resume"] if replay is None else ["--resume", "--replay", str(replay)]
@@ -137,7 +139,7 @@ class RunRecords:
         with self._console.phase("report"):
             self.end_report()
             try:
-                advice = advise(read_metrics(rows))
+                advice = advise(read_metrics(rows), one_reward=self._one_reward)
                 run_command("report", self._run.directory)
             except UserError as error:
                 self.say(f"there is no report: {error}")

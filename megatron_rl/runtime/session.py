@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from megatron_rl.checkpoints.run_checkpoints import SETTINGS_FILE, newest_checkpoint
-from megatron_rl.config.derived import dtype_name
+from megatron_rl.config.derived import dtype_name, one_reward
 from megatron_rl.config.load import dump_settings
 from megatron_rl.config.settings import ModelSettings, Settings
 from megatron_rl.data.buffer import BUFFER_FILE
@@ -106,6 +106,7 @@ def _begin(start: RunStart, *, resume: bool, replay: Path | None, console: RunCo
         timer=timer,
         replay=replay,
         report_interval=settings.observe.report_interval,
+        one_reward=one_reward(settings.objective),
     )
     start.life.callback(records.end_report)
     run = make_run(records=records)

@@ -12,6 +12,8 @@ from typing import TypeAlias
 
 import pytest
 
+from megatron_rl.algorithms.objective import Objective
+from megatron_rl.config.derived import one_reward
 from megatron_rl.config.settings_reference import setting_fields
 from megatron_rl.observe.advice import FEWEST_ROWS, NEWEST, advise
 from megatron_rl.observe.live_state import WaitState
@@ -215,3 +217,21 @@ def test_an_entropy_may_fall_with_a_reward_that_rises() -> None:
     assert advise(alike("1.0")) == ()
     (sentence,) = advise(alike("0.0"))
     assert "entropy has collapsed to 20%" in sentence and "objective.entropy.coef" in sentence
+
+
+def test_equal_rewards_are_blamed_where_groups_are_compared() -> None:
+    rows = changed(**{"rollout__zero_variance_fraction": 0.6, "rollout__zero_variance_fraction/1.0": 0.5})
+    said = {name: advise(rows, one_reward=one_reward(Objective.of(preset=name))) for name in ("grpo", "dapo", "ppo", "reinforce_plus_plus")}
+    assert said["ppo"] == said["reinforce_plus_plus"] == ()
+    assert "harder prompts, or objective.zero_variance: resample" in said["grpo"][0]
+    assert said["dapo"][0].endswith("harder prompts"), "a run that resamples is not told to"
+    (barren,) = advise(BARREN, one_reward="teaches")
+    assert "-1.0 alone" in barren, "one reward everywhere teaches no estimator"
+
+
+def test_failures_are_shares_of_trajectories() -> None:
+    """Of 512 samples in trajectories of 8 each, 64 were scored."""
+    rows = changed(rollout__samples_per_trajectory=8.0, rollout__num_samples=512.0, rollout__reward_errors=16.0, rollout__failures=64.0)
+    said = advise(rows)
+    assert any(sentence.startswith("25% of reward calls") for sentence in said), said
+    assert any(sentence.startswith("50% of trajectories are not made") for sentence in said), said

@@ -122,6 +122,11 @@ def test_a_lone_sample_is_no_group_without_signal() -> None:
     lone, pair = Group("p", PROMPT, (sample(scored(1)),)), Group("p", PROMPT, (sample(scored(-0.01)), sample(scored(-0.01))))
     values = metric_values(rollout_metrics([lone], version=4))
     assert not [name for name in values if name.startswith("rollout/zero_variance")]
+    # One agent of several turns, and one of each of two roles, are compared with none either.
+    turns = tuple(replace(sample(scored(1)), index=index, trajectory=0) for index in range(3))
+    roles = tuple(replace(sample(scored(1)), index=index, role=role) for index, role in enumerate("ab"))
+    values = metric_values(rollout_metrics([Group("p", PROMPT, turns), Group("p", PROMPT, roles)], version=4))
+    assert not [name for name in values if name.startswith("rollout/zero_variance")]
     values = metric_values(rollout_metrics([lone, pair], version=4))
     assert (values["rollout/zero_variance_fraction"], values["rollout/zero_variance_fraction/0.0"]) == (1.0, 1.0)
 

@@ -146,18 +146,18 @@ def test_watching_ends_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_disk_to_come_counts_checkpoints_and_the_buffer(tmp_path: Path) -> None:
     put_state(tmp_path)
     put_rows(tmp_path)
-    given = (
-        f"run: {{directory: {tmp_path}, num_steps: 12, save_interval: 2, keep_checkpoints: 3}}\nmodel: {{path: m}}\ndata: {{train: t}}\n"
-    )
+    run = f"{{directory: {tmp_path}, num_steps: 12, save_interval: 2, keep_checkpoints: 3, export_interval: 3}}"
+    given = f"run: {run}\nmodel: {{path: m}}\ndata: {{train: t}}\n"
     (tmp_path / "settings.yaml").write_text(given)
     saved = tmp_path / "checkpoints" / "step-000002"
     (saved / "megatron").mkdir(parents=True)
     (saved / "megatron" / "manifest.json").write_bytes(b"1" * 100)
     (saved / "run.json").write_bytes(b"")
     (saved / "hf").mkdir()
+    (saved / "hf" / "model.safetensors").write_bytes(b"1" * 30)
     (tmp_path / "buffer.sqlite").write_bytes(b"1" * 40)
-    # One of four is there: three of 100 bytes, and 10 bytes for each of 8 steps.
-    assert report_status(tmp_path).disk_to_come == 380
+    # One of four is there: three of 130 bytes, 10 bytes for each of 8 steps, and 30 bytes for each export of steps 6, 9 and 12.
+    assert report_status(tmp_path).disk_to_come == 390 + 80 + 90
 
 
 def test_the_state_is_written_and_does_not_make_directories(tmp_path: Path) -> None:
