@@ -91,7 +91,7 @@ def _scaled(chunk: Tensor, temperature: float, scratch: Tensor) -> Tensor:
     """Return `chunk` / temperature in the dtype of `scratch`, written there unless nothing changes."""
     if chunk.dtype == scratch.dtype and temperature == 1.0:
         return chunk
-    return scratch.copy_(chunk).mul_(1.0 / temperature)
+    return scratch.copy_(chunk).div_(temperature)
 
 
 def local_partials(logits: Tensor, targets: Tensor, *, shard: Shard, with_entropy: bool) -> Tensor:
@@ -113,7 +113,7 @@ def local_partials(logits: Tensor, targets: Tensor, *, shard: Shard, with_entrop
     out[:, 1:4] = torch.where(out[:, :1] == float("-inf"), 0.0, out[:, 1:4])
     local = targets - shard.start
     here = (local >= 0) & (local < shard.columns)
-    picked = logits.gather(1, local.clamp(0, shard.columns - 1).unsqueeze(1)).squeeze(1).to(out.dtype) * (1.0 / shard.temperature)
+    picked = logits.gather(1, local.clamp(0, shard.columns - 1).unsqueeze(1)).squeeze(1).to(out.dtype) / shard.temperature
     out[:, 4] = torch.where(here, picked, out[:, 4])
     return out
 

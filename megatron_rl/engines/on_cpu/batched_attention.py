@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from megatron_rl.algorithms.invariant_attention import attend_invariantly
+
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
@@ -26,12 +28,11 @@ class Bucket:
     mask: Tensor
 
 
-def make_buckets(slots_of_row: Tensor, rows: Tensor, lengths: Tensor, new_lengths: Tensor, *, invariant: bool = False) -> Iterator[Bucket]:
+def make_buckets(slots_of_row: Tensor, rows: Tensor, lengths: Tensor, new_lengths: Tensor) -> Iterator[Bucket]:
     """Yield buckets over requests of `lengths` [B] tokens, the last `new_lengths` [B] of them new.
 
     `slots_of_row` [rows, context] holds the cache slot of each token, `rows` [B] the row of each
     request. Padding at most doubles either length: a bucket's agree up to a factor of two.
-    `invariant` pads to that power of two, so that a request alone gives the order of summation.
     """
     starts = torch.cumsum(new_lengths, 0) - new_lengths
     sizes = torch.stack([lengths, new_lengths]).double().log2().ceil()
@@ -39,8 +40,7 @@ def make_buckets(slots_of_row: Tensor, rows: Tensor, lengths: Tensor, new_length
     for bucket in range(int(members.max()) + 1):
         chosen = torch.nonzero(members == bucket).flatten()
         length, new = lengths[chosen, None], new_lengths[chosen, None]
-        longest, most_new = (2 ** sizes[:, chosen[0]]).tolist() if invariant else (length.max(), new.max())
-        position, query = torch.arange(min(int(longest), slots_of_row.shape[1])), torch.arange(int(most_new))
+        position, query = torch.arange(int(length.max())), torch.arange(int(new.max()))
         # A padding query looks where the last real one does, to be finite; it is dropped.
         last_visible = (length - new + query).clamp(max=length - 1)
         yield Bucket(
@@ -61,11 +61,12 @@ def attend(
     *,
     sinks: Tensor | None = None,
     window: int | None = None,
+    invariant: bool = False,
 ) -> None:
     """Write attention of `query` [N, H, D] over the caches [C, G, D] into `output` [N, H, D].
 
     `sinks` [H] are scores with a share in the softmax of their head and no value. With `window` a
-    query sees that many tokens before itself.
+    query sees that many tokens before itself. `invariant` gives a request the same bits in any batch.
     """
     for bucket in buckets:
         keys, values = (cache[bucket.slots].to(query.dtype).transpose(1, 2) for cache in (key_cache, value_cache))
@@ -76,14 +77,11 @@ def attend(
             scores = torch.zeros(mask.shape, dtype=query.dtype).masked_fill_(~mask, float("-inf"))
             shares = sinks.to(query.dtype)[:, None, None]
             mask = torch.cat([shares.expand(len(mask), -1, mask.shape[2], 1), scores.expand(-1, len(sinks), -1, -1)], dim=-1)
-        attended = scaled_dot_product_attention(
-            query[bucket.queries].transpose(1, 2),
-            keys,
-            values,
-            attn_mask=mask,
-            scale=scale,
-            enable_gqa=query.shape[1] != key_cache.shape[1],
-        )
+        queries, grouped = query[bucket.queries].transpose(1, 2), query.shape[1] != key_cache.shape[1]
+        if invariant:
+            attended = attend_invariantly(queries, keys, values, mask, scale=scale)
+        else:
+            attended = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale, enable_gqa=grouped)
         output[bucket.queries[bucket.is_query]] = attended.transpose(1, 2)[bucket.is_query]
 
 

@@ -30,9 +30,16 @@ def sum_and_product(addend: Tensor, rows: Tensor, columns: Tensor, *, beta: floa
     return beta * addend + alpha * product(rows, columns)
 
 
+def log_softmax(rows: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    """Return the log-softmax of `rows` over `dim` by the trainer's formula (`log_prob.py`), to the bit."""
+    rows = rows.float() if half_to_float else rows
+    return (rows - rows.amax(dim, keepdim=True)) - (1 / torch.softmax(rows, dim).amax(dim, keepdim=True)).log()
+
+
 def invariant_products() -> torch.library.Library:
-    """Compute every product on the CPU by `product`, without gradients, while the result lives."""
+    """Compute every product and log-softmax on the CPU by the above, without gradients, while the result lives."""
     library = torch.library.Library("aten", "IMPL")
+    library.impl("_log_softmax", log_softmax, "CPU")
     library.impl("mm", product, "CPU")
     library.impl("addmm", sum_and_product, "CPU")
     return library

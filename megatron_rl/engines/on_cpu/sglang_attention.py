@@ -42,7 +42,7 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
         new_lengths = torch.ones_like(lengths) if forward_batch.forward_mode.is_decode() else forward_batch.extend_seq_lens
         pool = self.req_to_token_pool.req_to_token
         rows, new_lengths = forward_batch.req_pool_indices, new_lengths.to(lengths.dtype)
-        self.buckets = tuple(make_buckets(pool, rows, lengths, new_lengths, invariant=self.invariant))
+        self.buckets = tuple(make_buckets(pool, rows, lengths, new_lengths))
 
     def _run_sdpa_forward_extend(self, *args: Any, **kwargs: Any) -> Tensor:
         return self._run(super()._run_sdpa_forward_extend, *args, causal_only=True, **kwargs)
@@ -57,7 +57,8 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
         if self.sinks is None and others:
             return original(*args, **kwargs)
         query, output, key_cache, value_cache, *_ = args
-        attend(query, output, key_cache, value_cache, self.buckets, kwargs["scaling"], sinks=self.sinks, window=window)
+        particular: dict[str, Any] = {"sinks": self.sinks, "window": window, "invariant": self.invariant}
+        attend(query, output, key_cache, value_cache, self.buckets, kwargs["scaling"], **particular)
         return output
 
 

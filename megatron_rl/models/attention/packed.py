@@ -17,6 +17,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megatron_rl.algorithms.invariant_attention import attend_invariantly
 from megatron_rl.models.attention.attention_plan import AttentionPlan, Bucket, Part
 from megatron_rl.models.attention.rotary import RotarySpec, rotate
 from megatron_rl.models.norms import SplitModule, split_parameter
@@ -54,6 +55,7 @@ class PackedAttention(SplitModule, MegatronModule):
         assert pg_collection is not None, "megatron-core passes the process groups"
         self.layer_number = layer_number
         self.scale = softmax_scale
+        self.invariant = config.batch_invariant_mode
         self.cp_group = pg_collection.cp
         self.rotates = k_channels is None
         self.rotary: RotarySpec | None = None
@@ -85,29 +87,39 @@ class PackedAttention(SplitModule, MegatronModule):
             both = torch.cat((key, value), dim=-1)
             both = gather_from_sequence_parallel_region(both, tensor_parallel_output_grad=True, group=self.cp_group)
             key, value = both.split((key.shape[-1], value.shape[-1]), dim=-1)
-        output = attend(query, key, value, plan, scale=self.scale, sinks=self.softmax_offset)
+        output = attend(query, key, value, plan, scale=self.scale, sinks=self.softmax_offset, invariant=self.invariant)
         return output.flatten(1)
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, *, scale: float | None = None, sinks: Tensor | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: AttentionPlan,
+    *,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    invariant: bool = False,
 ) -> Tensor:
     """Attend causally within the sequences of `plan`.
 
     Query [T, H, D], gathered key [cp T, G, D] and value [cp T, G, E] give [T, H, E]. `scale`
     multiplies the scores; None is 1 / sqrt(D). `sinks` [H] are one more logit in each softmax, with
-    a share but no value (gpt-oss, https://arxiv.org/abs/2508.10925, 2.2).
+    a share but no value (gpt-oss, https://arxiv.org/abs/2508.10925, 2.2). `invariant` gives a
+    sequence the same bits in any batch, on a CPU.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if not plan.identity:
         query = _Move.apply(query, plan.query_tokens, plan.token_queries, None)
         key, value = (_Move.apply(x, plan.key_tokens, plan.token_keys, None) for x in (key, value))
-    outputs = [_attend_bucket(query, key, value, bucket, scale, sinks) for bucket in plan.buckets]
+    outputs = [_attend_bucket(query, key, value, bucket, scale, sinks, invariant) for bucket in plan.buckets]
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return output if plan.identity else _Move.apply(output, plan.token_queries, plan.query_tokens, plan.query_padding)
 
 
-def _attend_bucket(query: Tensor, key: Tensor, value: Tensor, bucket: Bucket, scale: float, sinks: Tensor | None) -> Tensor:
+def _attend_bucket(
+    query: Tensor, key: Tensor, value: Tensor, bucket: Bucket, scale: float, sinks: Tensor | None, invariant: bool
+) -> Tensor:
     """Return the bucket's slice of the query slots, [S queries, H, E]."""
     count, length = bucket.num_sequences, bucket.length
     queries = query.narrow(0, bucket.first_query, bucket.num_queries).unflatten(0, (count, -1)).transpose(1, 2)
@@ -116,7 +128,7 @@ def _attend_bucket(query: Tensor, key: Tensor, value: Tensor, bucket: Bucket, sc
     for part, part_queries in zip(bucket.parts, queries.split([part.query_length for part in bucket.parts], dim=2), strict=True):
         part_keys, part_values = (x.narrow(2, part.first_key, part.key_length) for x in (keys, values))
         short = part.key_length <= _SHORT_KEYS and query.device.type == "cpu"
-        attend_part = _attend_short if short else _attend_long
+        attend_part = _attend_alike if invariant else _attend_short if short else _attend_long
         if sinks is None:
             output = attend_part(part_queries, part_keys, part_values, part, scale)
         else:
@@ -153,6 +165,10 @@ def _attend_long(query: Tensor, key: Tensor, value: Tensor, part: Part, scale: f
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=part.mask, is_causal=part.mask is None, scale=scale, enable_gqa=grouped
     )
+
+
+def _attend_alike(query: Tensor, key: Tensor, value: Tensor, part: Part, scale: float) -> Tensor:
+    return attend_invariantly(query, key, value, part.mask, scale=scale)
 
 
 def _attend_short(query: Tensor, key: Tensor, value: Tensor, part: Part, scale: float) -> Tensor:

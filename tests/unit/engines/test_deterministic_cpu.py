@@ -8,8 +8,11 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
+from megatron_rl.algorithms.head_statistics import token_statistics
 from megatron_rl.engines.on_cpu.batched_attention import attend, make_buckets
-from megatron_rl.engines.on_cpu.deterministic_cpu import invariant_products, murmur_hash, product, sum_and_product
+from megatron_rl.engines.on_cpu.deterministic_cpu import invariant_products, log_softmax, murmur_hash, product, sum_and_product
+from megatron_rl.models.attention.attention_plan import plan_attention
+from megatron_rl.models.attention.packed import attend as attend_in_training
 
 
 @pytest.fixture
@@ -64,12 +67,47 @@ def test_the_attention_of_a_request_does_not_feel_the_others(decoding: bool) -> 
     def attention(rows: torch.Tensor) -> list[torch.Tensor]:
         own = torch.cat([query.split(new.tolist())[row] for row in rows.tolist()])
         output = torch.empty_like(own)
-        attend(own, output, *caches, make_buckets(slots, rows, lengths[rows], new[rows], invariant=True), None)
+        attend(own, output, *caches, make_buckets(slots, rows, lengths[rows], new[rows]), None, invariant=True)
         return list(output.split(new[rows].tolist()))
 
     together = attention(torch.arange(len(lengths)))
     for rows in ([0], [1], [0, 4], [7, 6, 5], [3, 8], [2, 1, 0]):
         assert all(torch.equal(one, together[row]) for row, one in zip(rows, attention(torch.tensor(rows)), strict=True))
+
+
+def test_prompts_decoding_and_training_attend_alike() -> None:
+    """A query alone, the last of its prompt, and within the whole sequence: to the last bit."""
+    generator = torch.Generator().manual_seed(0)
+    lengths, context = [1, 5, 16, 63, 65, 200, 257, 300, 513], 520
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    query, key, value = (torch.randn(int(starts[-1]), heads, 16, generator=generator) for heads in (4, 2, 2))
+    trained = attend_in_training(query, key, value, plan_attention(starts), invariant=True)
+    caches = [torch.cat([torch.zeros(1, 2, 16), x]) for x in (key, value)]
+    slots = torch.zeros(len(lengths), context, dtype=torch.int32)
+    for row, (start, length) in enumerate(zip(starts.tolist(), lengths, strict=False)):
+        slots[row, :length] = torch.arange(start + 1, start + length + 1)
+    rows = torch.arange(len(lengths))
+    for cut in (1, 2, 9, 64, 290):
+        for decoding in (True, False):
+            seen = torch.tensor([min(cut, length) for length in lengths])
+            new = torch.ones_like(seen) if decoding else seen
+            own = torch.cat([torch.arange(start + one - few, start + one) for start, one, few in zip(starts, seen, new, strict=False)])
+            output = torch.empty(len(own), 4, 16)
+            attend(query[own], output, *caches, make_buckets(slots, rows, seen, new), None, invariant=True)
+            assert torch.equal(output, trained[own]), (cut, decoding)
+
+
+@pytest.mark.usefixtures("products")
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_are_those_of_the_trainer(temperature: float) -> None:
+    """SGLang divides logits by temperatures [N, 1] in place, and takes torch's log-softmax of them."""
+    generator = torch.Generator().manual_seed(0)
+    logits, targets = 4 * torch.randn(50, 1003, generator=generator), torch.randint(0, 1003, (50,), generator=generator)
+    ours = token_statistics(logits, targets, temperature=temperature, vocab_size=1003).log_prob
+    scaled = logits.clone().div_(torch.full((50, 1), temperature))
+    assert torch.equal(torch.nn.functional.log_softmax(scaled, dim=-1).gather(1, targets[:, None])[:, 0], ours)
+    expected = scaled.double() - scaled.double().exp().sum(-1, keepdim=True).log()
+    torch.testing.assert_close(log_softmax(scaled, -1, False).double(), expected, rtol=2e-7, atol=1e-6)
 
 
 def reference_hash(words: list[int]) -> int:

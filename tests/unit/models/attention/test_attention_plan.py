@@ -19,6 +19,8 @@ CASES = {
     "one": [17],
     "grouped long": [70, 90, 72, 88],
 }
+INVARIANT = None
+"""In place of a number of keys: every length by the kernel of the exact mode."""
 
 
 def naive(query, key, value, lengths, window=None, sinks=None):
@@ -58,14 +60,14 @@ def random_inputs(num_tokens, heads=4, groups=2, channels=8, value_channels=8):
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("short_keys", (0, 64))
+@pytest.mark.parametrize("short_keys", (0, 64, INVARIANT))
 @pytest.mark.parametrize("window", (None, 1, 6, 75, 140))
 def test_output_and_gradients_equal_a_plain_loop(case, short_keys, window, monkeypatch):
-    monkeypatch.setattr("megatron_rl.models.attention.packed._SHORT_KEYS", short_keys)
+    monkeypatch.setattr("megatron_rl.models.attention.packed._SHORT_KEYS", short_keys or 0)
     lengths = CASES[case]
     inputs = random_inputs(sum(lengths), value_channels=6)
     plan = plan_attention(offsets(lengths))
-    output = attend(*inputs, plan if window is None else with_window(plan, window))
+    output = attend(*inputs, plan if window is None else with_window(plan, window), invariant=short_keys is INVARIANT)
     expected = naive(*inputs, lengths, window)
     torch.testing.assert_close(output.double(), expected, rtol=0, atol=1e-5)
     direction = torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
@@ -76,15 +78,15 @@ def test_output_and_gradients_equal_a_plain_loop(case, short_keys, window, monke
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("short_keys", (0, 64))
+@pytest.mark.parametrize("short_keys", (0, 64, INVARIANT))
 @pytest.mark.parametrize(("window", "value_channels"), ((None, 8), (1, 6), (6, 8), (75, 8)))
 def test_sinks_take_their_share_of_every_softmax(case, short_keys, window, value_channels, monkeypatch):
-    monkeypatch.setattr("megatron_rl.models.attention.packed._SHORT_KEYS", short_keys)
+    monkeypatch.setattr("megatron_rl.models.attention.packed._SHORT_KEYS", short_keys or 0)
     lengths = CASES[case]
     inputs = [*random_inputs(sum(lengths), value_channels=value_channels), torch.tensor([-3.0, 0.0, 1.5, 4.0], requires_grad=True)]
     plan = plan_attention(offsets(lengths))
     plan = plan if window is None else with_window(plan, window)
-    output = attend(*inputs[:3], plan, sinks=inputs[3])
+    output = attend(*inputs[:3], plan, sinks=inputs[3], invariant=short_keys is INVARIANT)
     expected = naive(*inputs[:3], lengths, window, inputs[3])
     torch.testing.assert_close(output.double(), expected, rtol=0, atol=1e-5)
     direction = torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
@@ -95,10 +97,10 @@ def test_sinks_take_their_share_of_every_softmax(case, short_keys, window, value
 
 
 @pytest.mark.parametrize("cp", (2, 4))
-@pytest.mark.parametrize("short_keys", (0, 64))
+@pytest.mark.parametrize("short_keys", (0, 64, INVARIANT))
 @pytest.mark.parametrize("window", (None, 1, 7, 40))
 def test_context_parallel_ranks_together_equal_a_plain_loop(cp, short_keys, window, monkeypatch):
-    monkeypatch.setattr("megatron_rl.models.attention.packed._SHORT_KEYS", short_keys)
+    monkeypatch.setattr("megatron_rl.models.attention.packed._SHORT_KEYS", short_keys or 0)
     monkeypatch.setattr("megatron_rl.models.attention.attention_plan._SHORTEST_BLOCK", 5)
     lengths = [2 * cp * n for n in (1, 3, 5, 1, 12, 13, 2, 30)]
     inputs = random_inputs(sum(lengths))
@@ -110,7 +112,8 @@ def test_context_parallel_ranks_together_equal_a_plain_loop(cp, short_keys, wind
     for rank, tokens in enumerate(shards):
         plan = plan_attention(offsets(lengths), cp_size=cp, cp_rank=rank)
         plan = plan if window is None else with_window(plan, window)
-        whole = whole.index_copy(0, tokens, attend(query[tokens], key[gathered], value[gathered], plan, sinks=sinks))
+        part = attend(query[tokens], key[gathered], value[gathered], plan, sinks=sinks, invariant=short_keys is INVARIANT)
+        whole = whole.index_copy(0, tokens, part)
     expected = naive(*inputs, lengths, window, sinks)
     torch.testing.assert_close(whole.double(), expected, rtol=0, atol=1e-5)
     direction = torch.randn(whole.shape, generator=torch.Generator().manual_seed(1))

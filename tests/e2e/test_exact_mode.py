@@ -1,0 +1,61 @@
+"""A deterministic engine and a batch-invariant trainer on a CPU in float32: the same log-probs, to the last bit."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_engine_weights import serving, talking
+
+from megatron_rl.config.settings import Settings
+from megatron_rl.data.batch import batch_from_sequences
+from megatron_rl.engines.sampling import Sampling
+from megatron_rl.training.topology import shutdown
+from megatron_rl.training.trainer import Trainer
+from megatron_rl.types import Prompt
+from megatron_rl.weights.parity import sample_probe, scored
+
+
+def exact_trainer(model: Path, directory: Path) -> Trainer:
+    settings = {
+        "run": {"directory": directory / "run"},
+        "model": {"path": model, "dtype": "float32", "megatron": {"batch_invariant_mode": True, "attention_backend": "flash"}},
+        "data": {"train": "unused.jsonl"},
+        "objective": {"policy_loss": {"kind": "sft"}, "aggregation": "token_mean"},
+        "training": {"max_tokens_per_micro_batch": 900},
+    }
+    return Trainer.of(Settings.model_validate(settings), rank=0, init_method=f"file://{directory}/rendezvous")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_deterministic_engine_and_the_trainer_agree_to_the_bit(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """Sampled tokens at two temperatures, their scores, and scores of sequences of up to 700 tokens."""
+    model = tiny_model(layers=8, hidden=128, vocab=256, tied=False, max_position_embeddings=1024)
+    random = np.random.default_rng(0)
+
+    def sequence(length: int) -> np.ndarray:
+        return random.integers(2, 250, length)
+
+    prompts = [Prompt(id=str(length), token_ids=sequence(length), text="") for length in (1, 2, 5, 17, 30, 61, 63, 64)]
+    long = [sequence(length) for length in (200, 256, 257, 300, 511, 700)]
+    whole = batch_from_sequences(prompts=[ids[:1] for ids in long], responses=[ids[1:] for ids in long])
+    with (
+        serving(model, tmp_path / "engine.log", enable_deterministic_inference=True) as address,
+        talking(address) as (runner, client, pool),
+    ):
+        settings = [Sampling(max_tokens=32, seed=0, temperature=temperature) for temperature in (1.0, 0.7)]
+        probes = [runner.run(sample_probe(prompts, pool, sampling=sampling)) for sampling in settings]
+        scores = np.concatenate(runner.run(client.score(long)))
+    trainer = exact_trainer(model, tmp_path)
+    compared = {}
+    for probe in probes:
+        ours, mask = trainer.own_log_probs(probe.batch, temperature=probe.temperature), probe.batch.loss_mask
+        compared[f"sampled at {probe.temperature}"] = ours[mask], probe.engine_log_probs[mask]
+        mask = scored(probe.batch)
+        compared[f"their scores, {probe.temperature}"] = trainer.own_log_probs(probe.batch, temperature=1.0)[mask], probe.scores[mask]
+    compared["long"] = trainer.own_log_probs(whole, temperature=1.0)[scored(whole)], scores[scored(whole)]
+    shutdown()
+    for name, (ours, theirs) in compared.items():
+        print(name, f"{(ours == theirs).mean():.2%} of {len(ours)} equal, mean {np.abs(ours - theirs).mean():.1e}")
+    assert all(np.array_equal(ours, theirs) for ours, theirs in compared.values())
