@@ -49,7 +49,7 @@ _ALIASES = {name: path for path, names in _NAMES_ELSEWHERE.items() for name in n
 _YAML_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "list", dict: "mapping"}
 _SET = re.compile(r"eval\.sets\.[^.]+\.")
 """Begin of the path of a setting of one set."""
-_NEVER = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+_NEVER = ("repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias")
 """Settings of sampling that do not exist."""
 _SURELY = 0.85
 """Least similarity of a misspelled name to the intended one.
@@ -113,9 +113,10 @@ def unknown_setting(path: str, *, kind: str | None = None) -> str:
     never = closest(name.lower(), _NEVER, cutoff=_SURELY)
     if never is not None:
         meant = "" if name == never else f", meant as {never}"
+        change = "a bias changes logits" if never == "logit_bias" else "a penalty changes logits by the tokens before"
         return (
-            f"unknown setting {path}{meant}; there is none because a penalty changes logits by the tokens before, which the trainer's "
-            "log-probs do not; rollout.sampling.temperature, top_p, top_k and min_p shape the distribution on both sides"
+            f"unknown setting {path}{meant}; there is none because {change}, which the trainer's log-probs do not; evaluations have it "
+            "(eval.sets.NAME.sampling); rollout.sampling.temperature, top_p, top_k and min_p shape the distribution on both sides"
         )
     others = [other for field in setting_fields() if field.path == path for other in field.kinds]
     if others:

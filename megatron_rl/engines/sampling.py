@@ -1,6 +1,6 @@
 """Sampling of a request's tokens: the trainer takes the same temperature and the same candidates."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,6 +33,7 @@ class Sampling:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = None
     records_candidates: bool = False
     entropy: EntropyAware | None = None
     max_tokens: int
@@ -78,6 +79,7 @@ class Sampling:
             "frequency_penalty": self.frequency_penalty,
             "presence_penalty": self.presence_penalty,
             "repetition_penalty": self.repetition_penalty,
+            "logit_bias": {str(token): bias for token, bias in (self.logit_bias or {}).items()} or None,
             "max_new_tokens": self.max_tokens,
             "stop": list(self.stop) or None,
             "stop_token_ids": list(self.stop_token_ids) or None,

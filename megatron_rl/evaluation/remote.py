@@ -26,8 +26,8 @@ from megatron_rl.rollout.groups import ATTEMPTS, Score
 from megatron_rl.types import Failure, Group, Prompt, Sample, StopReason
 
 _OPENAI = ("temperature", "top_p", "frequency_penalty", "presence_penalty", "max_tokens")
-_EXTENSIONS: dict[str, Any] = {"top_k": None, "min_p": 0.0, "repetition_penalty": 1.0}
-"""Fields that are none of OpenAI's, sent where they differ from these values."""
+_EXTENSIONS: dict[str, Any] = {"top_k": None, "min_p": 0.0, "repetition_penalty": 1.0, "logit_bias": None}
+"""Fields that servers may lack, sent where they differ from these values."""
 _KEEPS_STOP = ("no_stop_trim", "include_stop_str_in_output")
 """Fields of SGLang and vLLM that leave the stop string in an answer."""
 _TEMPLATE = "chat_template_kwargs"

@@ -23,15 +23,17 @@ def test_a_file_alone_is_a_set(settings_with: Callable[..., Settings]) -> None:
 def test_own_values_win_and_others_are_the_rollouts(settings_with: Callable[..., Settings]) -> None:
     settings = settings_with(
         "rollout.sampling={temperature: 0.7, max_response_tokens: 9, stop_token_ids: [3]}",
-        "eval.sets.a={data: x, samples: 4, sampling: {top_p: 0.5, top_k: 2, min_p: 0.1, presence_penalty: 1.0, max_response_tokens: 20}}",
+        "eval.sets.a={data: x, samples: 4, sampling: {top_p: 0.5, top_k: 2, min_p: 0.1, presence_penalty: 1.0, logit_bias: {'4': -2}, "
+        "max_response_tokens: 20}}",
     )
     own = settings.eval.sets["a"].sampling
     sampling = eval_sampling(settings.rollout.sampling, own, eos_token_ids=[1])
     assert sampling == Sampling(
-        temperature=0.7, top_p=0.5, top_k=2, min_p=0.1, presence_penalty=1.0, max_tokens=20, stop_token_ids=(3, 1)
+        temperature=0.7, top_p=0.5, top_k=2, min_p=0.1, presence_penalty=1.0, logit_bias={4: -2.0}, max_tokens=20, stop_token_ids=(3, 1)
     )  # fmt: skip
     request = sampling.request()
     assert [request[name] for name in ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty")] == [0.5, 2, 0.1, 1.0, 0.0]
+    assert request["logit_bias"] == {"4": -2.0}
     assert settings.eval.longest_sampling(settings.rollout.sampling).max_response_tokens == 20
     shaped = settings.rollout.sampling.model_copy(update={"entropy": EntropyAware(thresholds=(1.0, 1.0))})
     assert eval_sampling(shaped, own, eos_token_ids=[1]) == sampling, "no evaluation draws by entropy"

@@ -81,6 +81,7 @@ def test_another_kind_starts_from_its_own_defaults(tmp_path: Path) -> None:
         ("objective.advantage.knid=group", ["did you mean objective.advantage.kind?"]),
         ("rollout.sampling.repetition_penalty=1.1", ["repetition_penalty; there is none because a penalty changes logits by the tokens"]),
         ("rollout.sampling.presence_penalti=1", ["presence_penalti, meant as presence_penalty; there is none because a penalty"]),
+        ("rollout.sampling.logit_bias={'5': 1}", ["logit_bias; there is none because a bias changes logits", "eval.sets.NAME.sampling"]),
         ("rollout.sampling.topp=0.9", ["did you mean rollout.sampling.top_p?"]),
         ("rollout.sampling.top_p=0", ["rollout.sampling.top_p is 0", "> 0"]),
         ("rollout.sampling.top_k=1", ["rollout.sampling.top_k is 1", ">= 2"]),
