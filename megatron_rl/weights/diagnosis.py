@@ -147,9 +147,10 @@ def weights_apart(before: Mapping[str, str], after: Mapping[str, str], *, tied: 
         kind = "stale" if len(moved) == len(after) else "half-applied"
         return f"{kind} weights, since another sync of the same version changed {len(moved)} of {counted(len(after), 'weight')}: {named}"
     head, embedding = (next((after[name] for name in after if part in name), None) for part in ("lm_head.", "embed_tokens."))
-    if head is not None and (head == embedding) is not tied:
-        return f"tied embeddings on one side alone, since head and embedding of the engine are {'un' * tied}equal"
-    return None
+    if embedding is None or (head in (None, embedding)) is tied:
+        return None
+    seen = "the engine has no head beside its embedding" if head is None else f"head and embedding of the engine are {'un' * tied}equal"
+    return f"tied embeddings on one side alone, since {seen}"
 
 
 def other_model(scores_T: Floats, trainer_T: Floats, batch: TrainBatch, *, mask_T: Bools, limits: Limits, mixture: bool) -> str:

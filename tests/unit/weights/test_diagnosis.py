@@ -245,3 +245,5 @@ def test_checksums_tell_stale_weights_and_tied_embeddings() -> None:
     equal = {**sound, head: "a"}
     assert "embedding of the engine are equal" in (weights_apart(equal, equal, tied=False) or "")
     assert weights_apart(equal, equal, tied=True) is None and weights_apart({embedding: "a"}, {embedding: "a"}, tied=True) is None
+    assert "has no head beside its embedding" in (weights_apart({embedding: "a"}, {embedding: "a"}, tied=False) or "")
+    assert weights_apart({"layer": "c"}, {"layer": "c"}, tied=False) is None, "an engine of another pipeline stage"
