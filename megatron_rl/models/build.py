@@ -93,6 +93,11 @@ def build_model(spec: ModelSpec, config: TransformerConfig, *, attention: Attent
     num_stages = config.virtual_pipeline_model_parallel_size or 1
     chunks = [_build_chunk(spec, config, attention, stage if num_stages > 1 else None) for stage in range(num_stages)]
     device = torch.device("cuda", torch.cuda.current_device()) if local_device().kind == "cuda" else local_device().torch_device
+    if config.batch_invariant_mode and device.type == "cuda":
+        from megatron.core.transformer.custom_layers.batch_invariant_kernels import enable_batch_invariant_mode
+
+        # Attention alone follows the field; upstream's training script calls this for the other kernels.
+        enable_batch_invariant_mode()
     for chunk in chunks:
         chunk.to(device)
         _set_rotary(chunk, spec)

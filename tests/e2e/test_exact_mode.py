@@ -2,9 +2,11 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from small_run import metrics, rl_arguments
 from test_engine_weights import serving, talking
 
 from megatron_rl.config.settings import Settings
@@ -15,11 +17,13 @@ from megatron_rl.training.trainer import Trainer
 from megatron_rl.types import Prompt
 from megatron_rl.weights.parity import sample_probe, scored
 
+EXACT = {"batch_invariant_mode": True, "attention_backend": "flash"}
+
 
 def exact_trainer(model: Path, directory: Path) -> Trainer:
     settings = {
         "run": {"directory": directory / "run"},
-        "model": {"path": model, "dtype": "float32", "megatron": {"batch_invariant_mode": True, "attention_backend": "flash"}},
+        "model": {"path": model, "dtype": "float32", "megatron": EXACT},
         "data": {"train": "unused.jsonl"},
         "objective": {"policy_loss": {"kind": "sft"}, "aggregation": "token_mean"},
         "training": {"max_tokens_per_micro_batch": 900},
@@ -59,3 +63,16 @@ def test_a_deterministic_engine_and_the_trainer_agree_to_the_bit(tiny_model: Cal
     for name, (ours, theirs) in compared.items():
         print(name, f"{(ours == theirs).mean():.2%} of {len(ours)} equal, mean {np.abs(ours - theirs).mean():.1e}")
     assert all(np.array_equal(ours, theirs) for ours, theirs in compared.values())
+
+
+@pytest.mark.slow
+def test_a_run_trains_on_the_bits_that_were_sampled(task: Path, tmp_path: Path, start: Callable[..., Any]) -> None:
+    """With a threshold below the rounding of any single log-prob."""
+    exact = ("rollout.sglang.enable_deterministic_inference=true", f"model.megatron={EXACT}", "weights.parity_threshold=1e-9")
+    run = start(*rl_arguments(task, tmp_path / "run", "run.num_steps=2", "eval={}", *exact))
+    assert run.wait() == 0, run.output
+    steps = metrics(tmp_path / "run")
+    names = ("weights/parity_max", "weights/scored_max", "train/log_prob_diff_max")
+    found = [{name: row[name] for name in names if name in row} for _, row in sorted(steps.items())]
+    assert found[0].keys() >= set(names[:2]) and all(names[2] in each for each in found[1:]) and len(found) == 3, found
+    assert {value for each in found for value in each.values()} == {0}, found
