@@ -28,8 +28,6 @@ def attend_invariantly(query: Tensor, key: Tensor, value: Tensor, mask: Tensor |
     query = pad(query, (0, 0, 0, more_queries))
     key, value = (pad(x, (0, 0, 0, more_keys)).repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
     if mask is not None:
-        # A query of the padding sees all keys: without one it would be NaN, also in the gradient of the keys.
-        hidden, seen = (False, True) if not mask.is_floating_point() else (float("-inf"), 0.0)
-        mask = pad(pad(mask, (0, more_keys), value=hidden), (0, 0, 0, more_queries), value=seen)
+        mask = pad(mask, (0, more_keys, 0, more_queries), value=float("-inf") if mask.is_floating_point() else False)
     attended = scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale)
     return attended[:, :, :num_queries]
