@@ -9,7 +9,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -189,8 +188,6 @@ def test_greedy_is_the_argmax_and_keeps_the_stop_token(ask, models) -> None:
     stopped = ask(lambda client: client.generate(np.array([3, 1, 4]), sampling=sampling))
     assert stopped[0].token_ids.tolist() == tokens[3 : 3 + first]
     assert stopped[0].stop_reason is StopReason.STOP
-    biased = replace(sampling, logit_bias={7: 100.0}, stop_token_ids=())
-    assert ask(lambda client: client.generate(np.array([3, 1, 4]), sampling=biased))[0].token_ids.tolist() == [7] * 6
 
 
 def test_weights_from_disk_take_effect_with_their_version(ask, models) -> None:

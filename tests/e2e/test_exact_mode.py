@@ -51,6 +51,8 @@ def test_a_deterministic_engine_and_the_trainer_agree_to_the_bit(tiny_model: Cal
         settings = [Sampling(max_tokens=32, seed=0, temperature=temperature) for temperature in (1.0, 0.7)]
         probes = [runner.run(sample_probe(prompts, pool, sampling=sampling)) for sampling in settings]
         scores = np.concatenate(runner.run(client.score(long)))
+        (biased,) = runner.run(client.generate(sequence(3), sampling=Sampling(max_tokens=6, logit_bias={7: 100.0})))
+    assert biased.token_ids.tolist() == [7] * 6, "as evaluations may ask"
     trainer = exact_trainer(model, tmp_path)
     compared = {}
     for probe in probes:

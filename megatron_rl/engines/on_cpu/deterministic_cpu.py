@@ -31,7 +31,7 @@ def sum_and_product(addend: Tensor, rows: Tensor, columns: Tensor, *, beta: floa
 
 
 def log_softmax(rows: Tensor, dim: int, half_to_float: bool) -> Tensor:
-    """Return the log-softmax of `rows` over `dim` by the trainer's formula (`log_prob.py`), to the bit."""
+    """Return the log-softmax of `rows` [N, M] over `dim` by the trainer's formula (`log_prob.py`), to the bit."""
     rows = rows.float() if half_to_float else rows
     return (rows - rows.amax(dim, keepdim=True)) - (1 / torch.softmax(rows, dim).amax(dim, keepdim=True)).log()
 

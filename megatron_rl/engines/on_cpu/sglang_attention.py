@@ -56,9 +56,8 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
         others = kwargs["is_cross_attn"] or window is not None or (causal_only and not kwargs["causal"])
         if self.sinks is None and others:
             return original(*args, **kwargs)
-        query, output, key_cache, value_cache, *_ = args
-        particular: dict[str, Any] = {"sinks": self.sinks, "window": window, "invariant": self.invariant}
-        attend(query, output, key_cache, value_cache, self.buckets, kwargs["scaling"], **particular)
+        query, output, *caches = args[:4]
+        attend(query, output, *caches, self.buckets, kwargs["scaling"], sinks=self.sinks, window=window, invariant=self.invariant)
         return output
 
 

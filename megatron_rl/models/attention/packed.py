@@ -92,15 +92,9 @@ class PackedAttention(SplitModule, MegatronModule):
 
 
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    plan: AttentionPlan,
-    *,
-    scale: float | None = None,
-    sinks: Tensor | None = None,
-    invariant: bool = False,
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, *,
+    scale: float | None = None, sinks: Tensor | None = None, invariant: bool = False,
+) -> Tensor:  # fmt: skip
     """Attend causally within the sequences of `plan`.
 
     Query [T, H, D], gathered key [cp T, G, D] and value [cp T, G, E] give [T, H, E]. `scale`
