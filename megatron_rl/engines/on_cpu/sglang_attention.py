@@ -56,8 +56,8 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
         others = kwargs["is_cross_attn"] or window is not None or (causal_only and not kwargs["causal"])
         if self.sinks is None and others:
             return original(*args, **kwargs)
-        query, output, *caches = args[:4]
-        attend(query, output, *caches, self.buckets, kwargs["scaling"], sinks=self.sinks, window=window, invariant=self.invariant)
+        query, output, keys, values, *_ = args
+        attend(query, output, keys, values, self.buckets, kwargs["scaling"], sinks=self.sinks, window=window, invariant=self.invariant)
         return output
 
 
