@@ -5,8 +5,8 @@
 #
 # Model, task  those of examples/quickstart.sh with seed 1; 20 steps of 64 prompts
 # Hardware     2 CPU cores
-# Duration     about 15 minutes
-# Expected     not measured yet; README.md beside this file says what is compared
+# Duration     nine runs of 2 to 10 minutes each on a machine with other work
+# Expected     greedy accuracy 0.35 -> 0.95 to 0.98 with each draw; README.md beside this file has the tables
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
 
