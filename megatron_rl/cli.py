@@ -303,7 +303,8 @@ def verify_checkpoint(path: Path, config: Path | None, equal_to: Path | None) ->
 @click.option("--kind", type=click.Choice(get_args(PluginKind)), help="What it is; found by the arguments that it takes when not given.")
 @click.option("--args", "words", multiple=True, metavar="NAME=VALUE", help="An argument of its own; may be given several times.")
 @click.option("--model", type=click.Path(path_type=Path), help="Directory of a model, whose tokenizer and chat template a rollout gets.")
-def check_plugin(path: str, kind: PluginKind | None, words: tuple[str, ...], model: Path | None) -> int:
+@click.option("--data", type=click.Path(path_type=Path), help="File of rows, whose first one is the prompt; without it the prompt is 2+2=.")
+def check_plugin(path: str, kind: PluginKind | None, words: tuple[str, ...], model: Path | None, data: Path | None) -> int:
     """Call the plug-in at MODULE:NAME as a run would, and print one line for each promise of its contract. Starts no engine.
 
     The exit status is 2 when it breaks one. Example: megatron-rl check-plugin my_package.rewards:score --args threshold=0.5
@@ -313,7 +314,9 @@ def check_plugin(path: str, kind: PluginKind | None, words: tuple[str, ...], mod
     args, kind = apply_overrides({}, list(words)), kind or kind_of(path)
     if model is not None and kind not in ("rollout", "environment"):
         raise UserError(f"--model is {model}, but a plug-in of the kind {kind} gets no tokenizer; leave it out")
-    return 0 if report_checks(check(path, kind, args, model=model)) else 2
+    if data is not None and kind not in ("reward", "rollout", "environment"):
+        raise UserError(f"--data is {data}, but a plug-in of the kind {kind} gets no prompt; leave it out")
+    return 0 if report_checks(check(path, kind, args, model=model, data=data)) else 2
 
 
 @cli.command(short_help="List the families of models that can be trained.")
@@ -325,12 +328,7 @@ def models() -> None:
 
 
 @cli.command(short_help="Check this machine and its packages.")
-@click.option(
-    "--directory",
-    type=click.Path(path_type=Path),
-    default=Path(),
-    help="Where runs are to be written; the working directory when not given.",
-)
+@click.option("--directory", type=click.Path(path_type=Path), default=Path(), help="Where runs are written; by default here.")
 @click.option("--gpu", is_flag=True, help="Try the GPUs of this node with real ranks, engines and runs as well (20 minutes).")
 @click.option(
     "--on-cpu",

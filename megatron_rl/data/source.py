@@ -141,7 +141,7 @@ class PromptSource:
         which, first = f"no row of {self.name} has", ""
         if len(lacking) < len(self.known):
             which, first = f"{len(lacking)} of {len(self.known)} rows lack", f", the first is {self.known[lacking[0]].origin}"
-        return [f"{which} the field {self._settings.label_field!r}{first}: the reward function gets label None for them"]
+        return [f"{which} the field {self._settings.label_field!r}{first}: what scores them gets label None"]
 
     def repeat_note(self) -> str | None:
         """Return a note when a step takes more rows than there are."""

@@ -83,7 +83,9 @@ def scripted_experts(tokens: Ints) -> Experts:
     return np.stack([tokens % 50, 50 + np.arange(len(tokens)) % 200], axis=-1).astype(np.uint8)[:, None]
 
 
-def _probe(row: Row) -> Prompt:
+def prompt_of(row: Row | None) -> Prompt:
+    """Return a prompt of made-up tokens with the text and the fields of `row`, or `2+2=` without one."""
+    row = row or Row(origin="", prompt="2+2=", label="4", response=None, metadata={})
     messages = () if isinstance(row.prompt, str) else row.prompt
     text = row.prompt if isinstance(row.prompt, str) else messages[-1]["content"]
     return Prompt(id="contract", token_ids=np.array([1, 2, 3]), text=text, label=row.label, metadata=row.metadata, messages=messages)
@@ -92,7 +94,7 @@ def _probe(row: Row) -> Prompt:
 class RolloutTrial:
     """A trial of a rollout, own function or hosted; every method raises UserError on a breach.
 
-    It is asked for an answer to `row`, whose tokens are made up, or without one to `2+2=`.
+    It is asked for an answer to `prompt_of(row)`.
     """
 
     def __init__(
@@ -107,7 +109,7 @@ class RolloutTrial:
         self._settings, self._model_type, self._name = settings, model_type, settings.name
         self._tokenizer: Any = tokenizer or NumberTokenizer()
         self._need_experts, self._need_candidates = need_experts, leaves_tokens_out(settings.sampling)
-        self._prompt = _probe(row or Row(origin="", prompt="2+2=", label="4", response=None, metadata={}))
+        self._prompt = prompt_of(row)
         self._engine = ScriptedEngine(len(self._tokenizer))
         self.samples: tuple[Sample, ...] = ()
 

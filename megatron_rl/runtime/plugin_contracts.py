@@ -25,6 +25,7 @@ from megatron_rl.config.data_settings import DataSettings
 from megatron_rl.config.settings import AgentSettings, FilterSettings, RewardSettings, RolloutSettings
 from megatron_rl.data.row_files import Row
 from megatron_rl.data.row_source import OwnRows
+from megatron_rl.data.row_table import read_first_row
 from megatron_rl.data.tokenizer import load_tokenizer, model_type
 from megatron_rl.errors import UserError
 from megatron_rl.plugins.kinds import KINDS, PluginKind
@@ -32,7 +33,7 @@ from megatron_rl.plugins.loader import is_agent, load, without_exits
 from megatron_rl.rewards.runner import RewardRunner
 from megatron_rl.rollout.environment_host import Environments
 from megatron_rl.rollout.group_choice import load_filter
-from megatron_rl.rollout.rollout_trial import RolloutTrial
+from megatron_rl.rollout.rollout_trial import RolloutTrial, prompt_of
 from megatron_rl.system.deadlines import PLUGIN_PROBE_S
 from megatron_rl.types import Group, Message, Prompt, Reward, RewardOutcome, Sample
 
@@ -45,16 +46,25 @@ NUM_PROBE_ROWS = 10
 NO_ARGS: Mapping[str, Any] = MappingProxyType({})
 
 
-def check(path: str, kind: PluginKind, args: Mapping[str, Any] = NO_ARGS, *, model: Path | None = None) -> Iterator[Check]:
-    """Try the plug-in at `path` on each promise of its kind; rollouts and environments with a `model`'s tokenizer, if given."""
+def check(
+    path: str, kind: PluginKind, args: Mapping[str, Any] = NO_ARGS, *, model: Path | None = None, data: Path | None = None
+) -> Iterator[Check]:
+    """Try the plug-in at `path` on each promise of its kind; rollouts and environments with a `model`'s tokenizer, if given.
+
+    Those that get a prompt get the first row of `data`, if given.
+    """
+    row = None
+    if data is not None:
+        settings = DataSettings(train=data)
+        row = read_first_row(settings.sources[0], settings=settings)
     try:
         load(path, kind=kind, args=args, as_agent=kind == "rollout" and is_agent(path))
     except UserError as error:
         yield Check("it can be imported and called with its arguments", "broken", str(error))
         return
     yield Check("it can be imported and called with its arguments")
-    takes_model = {"rollout": _try_rollout, "environment": _try_environment}
-    attempts = takes_model[kind](path, args, model) if kind in takes_model else _TRIALS[kind](path, args)
+    takes_row = {"reward": _try_reward, "rollout": _try_rollout, "environment": _try_environment}
+    attempts = takes_row[kind](path, args, model, row) if kind in takes_row else _TRIALS[kind](path, args)
     promise = None
     while True:
         try:
@@ -63,7 +73,8 @@ def check(path: str, kind: PluginKind, args: Mapping[str, Any] = NO_ARGS, *, mod
         except UserError as error:
             if promise is None:
                 raise
-            yield Check(promise, "broken", str(error))
+            lacks_row = data is None and kind in takes_row and "KeyError" in str(error)
+            yield Check(promise, "broken", str(error), fix="give --data FILE, whose first row has the fields" if lacks_row else "")
             return
         if promise is not None:
             yield Check(promise)
@@ -83,8 +94,8 @@ Attempts = Iterator[str]
 """Promises in words. What follows each one tries it, and raises UserError where it is broken."""
 
 
-def _try_reward(path: str, args: Mapping[str, Any]) -> Attempts:
-    prompt = Prompt(id="contract", token_ids=np.array([1]), text="2+2=", label="4")
+def _try_reward(path: str, args: Mapping[str, Any], model: Path | None, row: Row | None) -> Attempts:
+    prompt = prompt_of(row)
     with RewardRunner(RewardSettings(function=path, args=dict(args))) as runner:
         yield "any response gets a finite reward"
         runner.probe(prompt)
@@ -109,8 +120,8 @@ def score_all(runner: RewardRunner, prompt: Prompt) -> list[Reward]:
     return asyncio.run(work())
 
 
-def _try_environment(path: str, args: Mapping[str, Any], model: Path | None) -> Attempts:
-    prompt = Prompt(id="contract", token_ids=np.array([1]), text="2+2=", label="4")
+def _try_environment(path: str, args: Mapping[str, Any], model: Path | None, row: Row | None) -> Attempts:
+    prompt = prompt_of(row)
     call = {"id": "call_0", "type": "function", "function": {"name": "no_such_tool", "arguments": {}}}
 
     def answers(*messages: Message) -> None:
@@ -133,19 +144,19 @@ def _try_environment(path: str, args: Mapping[str, Any], model: Path | None) -> 
         yield "a call that no tool takes gets an answer"
         answers(*({"role": "assistant", "content": "", "tool_calls": [each]} for each in calls))
     if model is not None:
-        yield from _rollout_promises(RolloutSettings(environment=path, args=dict(args)), model)
+        yield from _rollout_promises(RolloutSettings(environment=path, args=dict(args)), model, row)
 
 
-def _try_rollout(path: str, args: Mapping[str, Any], model: Path | None) -> Attempts:
+def _try_rollout(path: str, args: Mapping[str, Any], model: Path | None, row: Row | None) -> Attempts:
     if not is_agent(path):
-        yield from _rollout_promises(RolloutSettings(function=path, args=dict(args)), model)
+        yield from _rollout_promises(RolloutSettings(function=path, args=dict(args)), model, row)
     elif model is not None:
-        yield from _rollout_promises(RolloutSettings(agent=AgentSettings(function=path), args=dict(args)), model)
+        yield from _rollout_promises(RolloutSettings(agent=AgentSettings(function=path), args=dict(args)), model, row)
 
 
-def _rollout_promises(settings: RolloutSettings, model: Path | None) -> Attempts:
+def _rollout_promises(settings: RolloutSettings, model: Path | None, row: Row | None) -> Attempts:
     tokenizer, kind = (None, None) if model is None else (load_tokenizer(model), model_type(model))
-    trial = RolloutTrial(settings, tokenizer=tokenizer, model_type=kind)
+    trial = RolloutTrial(settings, tokenizer=tokenizer, model_type=kind, row=row)
     yield "one prompt becomes as many trajectories as are asked for"
     trial.run()
     yield "what is trained on is what the engine made, with its log-prob and version"
@@ -265,7 +276,6 @@ def _probe_group(rewards: Sequence[float | None]) -> Group:
 
 
 _TRIALS: Mapping[PluginKind, Callable[[str, Mapping[str, Any]], Attempts]] = MappingProxyType({
-    "reward": _try_reward,
     "filter": _try_filter,
     "advantage": _try_advantage,
     "policy_loss": _try_policy_loss,

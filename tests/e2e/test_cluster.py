@@ -94,6 +94,7 @@ ray.shutdown()
 
 AGENTS = """
 import asyncio, sys, time
+from contextlib import suppress
 from pathlib import Path
 import numpy as np, psutil
 sys.path.insert(0, "tests/unit/rollout")
@@ -166,6 +167,20 @@ async def work():
         await asyncio.sleep(0.2)
         await asyncio.gather(*(play() for _ in range(2)))
     assert time.monotonic() < deadline_s, "the actor is not back"
+    (actor,), playing = found("ray::AgentWorker"), await begin_four()
+    (raylet,) = (each for each in actor.parents() if "/raylet/raylet " in " ".join(each.cmdline()))
+    machine = [raylet, *raylet.children(recursive=True)]
+    assert any("asking.py" in " ".join(each.cmdline()) for each in machine)
+    for each in machine:  # it has lost power
+        with suppress(psutil.NoSuchProcess):
+            each.kill()
+    assert psutil.wait_procs(machine[1:], timeout=30)[1] == []  # nobody reaps the raylet
+    await until(lambda: sum(each.done() for each in playing) == 2)
+    policy.opened.set()
+    assert sorted(map(str, await asyncio.gather(*playing))) == ["1.0", "1.0", "error", "error"]
+    assert await asyncio.gather(*(play() for _ in range(3))) == [1.0] * 3
+    rollout._nodes[1].lost_s = 0.0  # as after LOST_S: one trajectory finds that the node is still gone
+    assert sorted(map(str, await asyncio.gather(play(), play()))) == ["1.0", "error"]
     await manager.end()
     await until(lambda: not found("ray::AgentWorker"))
 
@@ -240,7 +255,7 @@ def test_a_run_over_three_nodes(task: Path, tmp_path: Path, start: Callable[...,
 
 
 def test_agents_play_on_two_nodes(tmp_path: Path, cluster: Callable[..., str]) -> None:
-    """Each by the URL that its node sees; a cancelled one ends, and a killed actor costs an attempt, rests, and comes back."""
+    """Each by the URL that its node sees; a cancelled one ends, a killed actor costs an attempt and comes back, a lost node does not."""
     (script := tmp_path / "agents.py").write_text(AGENTS)
     command = [sys.executable, str(script), cluster("1,0", "1,0"), str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, timeout=280, check=False)
