@@ -1,7 +1,7 @@
 """A program that knows a URL, a key and a file with a question, and nothing else of the run.
 
 It asks until it gets a number, at most three times, and prints its own reward as the last line:
-0.5 for a number, and 0.5 more for the right one.
+0.1 for a number, and 0.9 more for the right one.
 """
 
 import json
@@ -22,7 +22,7 @@ def main() -> None:
         if said.isdecimal():
             break
         messages += [message, {"role": "user", "content": "A number, please."}]
-    print(json.dumps({"reward": {"number": 0.5 * said.isdecimal(), "right": 0.5 * (said == task["label"])}}))
+    print(json.dumps({"reward": {"number": 0.1 * said.isdecimal(), "right": 0.9 * (said == task["label"])}}))
 
 
 main()

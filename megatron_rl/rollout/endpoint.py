@@ -31,6 +31,7 @@ MAX_BODY_BYTES = 2**24
 """Largest request: a context of a million tokens, written in JSON."""
 KEEP_ALIVE_S = 5.0
 """Time without an event after which a stream gets a comment, so that no client gives it up."""
+_MODEL_PATH = f"/v1/models/{MODEL}"
 _RETRIES = frozenset(map(str, range(1, 100)))
 CLOSE_S = 1.0  # for connections that clients keep open
 Dialect = ChatCompletions | Completions | Messages
@@ -233,8 +234,9 @@ class Endpoint(AbstractAsyncContextManager["Endpoint", None]):
         dialect, session = _DIALECTS.get(request.path, _DIALECTS[fallback]), None
         try:
             session = self._session(request)
-            if request.path == "/v1/models" and request.method == "GET":
-                return web.json_response(_models())
+            if request.path in ("/v1/models", _MODEL_PATH) and request.method == "GET":
+                models = _models()
+                return web.json_response(models["data"][0] if request.path == _MODEL_PATH else models)
             if request.path not in _DIALECTS or request.method != "POST":
                 served = f"POST {', '.join(_DIALECTS)} or GET /v1/models"
                 raise RequestRefusal(f"{request.method} {request.path} is not served, needs {served}", status=404)

@@ -46,6 +46,9 @@ def test_the_openai_package_talks_with_tools() -> None:
                 await client.chat.completions.create(model="policy", messages=[USER], temperature=0.0)
             with pytest.raises(openai.AuthenticationError, match="none of a trajectory"):
                 await client.with_options(api_key="x").models.list()
+            assert (await client.models.retrieve("policy")).id == "policy"
+            with pytest.raises(openai.NotFoundError, match="is not served"):
+                await client.models.retrieve("gpt-4o")
             await client.close()
 
     run(work())
@@ -211,6 +214,7 @@ def test_the_anthropic_package_talks_and_streams() -> None:
             with pytest.raises(anthropic.NotFoundError, match=r"not_found_error.*the only one"):
                 await client.messages.create(model="claude", max_tokens=100, messages=messages)
             assert [model.id async for model in await client.models.list()] == ["policy"]
+            assert (await client.models.retrieve("policy")).id == "policy"
             await client.close()
 
     run(work())

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from endpoint_parts import RETRY, error_of, run, served, until
+from endpoint_parts import RETRY, USER, error_of, run, served, until
 
 
 def test_a_retry_of_an_answered_request_gets_its_answer() -> None:
@@ -42,6 +42,17 @@ def test_an_idempotency_key_names_one_request() -> None:
             assert answers == ["A", "A"] and len(one.session.conversation.turns) == 1
             assert error_of(await one.chat({"role": "user", "content": "No."}, headers=key), "idempotency-key k came with another") == 400
             assert (await one.chat(headers={"idempotency_key": "l"}))[1]["choices"][0]["message"]["content"] == "B"
+
+    run(work())
+
+
+def test_a_retry_is_at_a_request_of_its_own_dialect() -> None:
+    async def work() -> None:
+        async with served(["A", "B"]) as one:
+            body = {"model": "policy", "messages": [USER], "max_tokens": 9}
+            assert (await one.post("/v1/chat/completions", body))[1]["choices"][0]["message"]["content"] == "A"
+            assert (await one.post("/v1/messages", body, **RETRY))[1]["content"][0]["text"] == "B"
+            assert len(one.session.conversation.turns) == 2
 
     run(work())
 
