@@ -384,7 +384,6 @@ def test_samples_prints_what_is_asked_for(tmp_path: Path, capsys: pytest.Capture
 PLUGINS = """
 from dataclasses import replace
 import numpy as np
-from megatron_rl import Environment, Reply
 from megatron_rl.rollout.groups import single_turn
 
 def good(*, sample, weight: float = 1.0):
@@ -392,16 +391,6 @@ def good(*, sample, weight: float = 1.0):
 
 def infinite(*, sample):
     return float("inf") if sample.response_text else 0.0
-
-def of_a_row(*, sample):
-    return sample.prompt.metadata["weight"] * len(sample.response_text)
-
-class Keyed(Environment):
-    def reset(self, *, prompt):
-        self.weight = prompt.metadata["weight"]
-
-    def step(self, *, message):
-        return Reply(done=True, reward=self.weight)
 
 async def rollout(**arguments):
     return []
@@ -456,21 +445,6 @@ def test_a_chat_rollout_is_checked_with_a_models_template(
     assert main([*words, "--model", str(model)]) == 0, capsys.readouterr().out
     assert main(["check-plugin", "plugins_of_user:good", "--model", str(model)]) == 2
     assert "the kind reward gets no tokenizer" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", ["of_a_row", "Keyed"])
-def test_a_plugin_is_tried_on_a_row_with_its_fields(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "plugins_of_user.py").write_text(PLUGINS)
-    (rows := tmp_path / "rows.jsonl").write_text('{"prompt": "2+2=", "label": "4", "weight": 0.5}\n')
-    monkeypatch.syspath_prepend(tmp_path)
-    words = ["check-plugin", f"plugins_of_user:{name}"]
-    assert main(words) == 2 and "give --data FILE, whose first row has the fields" in capsys.readouterr().out
-    assert main([*words, "--data", str(rows)]) == 0 and "BROKEN" not in capsys.readouterr().out
-    assert main([*words, "--data", str(tmp_path / "none.jsonl")]) == 2 and "none.jsonl does not exist" in capsys.readouterr().err
-    assert main(["check-plugin", "plugins_of_user:good", "--kind", "filter", "--data", str(rows)]) == 2
-    assert "--data is" in (said := capsys.readouterr().err) and "the kind filter gets no prompt; leave it out" in said
 
 
 def test_a_plugin_of_no_kind_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
