@@ -208,7 +208,7 @@ def test_rows_without_a_label_are_counted_and_tried(check: Callable[..., list[st
     del rows[7]["label"]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     [note] = check()
-    assert note.startswith("1 of 20 rows lack the field 'label', the first is ") and "train.jsonl:8: the reward" in note
+    assert note.startswith("1 of 20 rows lack the field 'label', the first is ") and "train.jsonl:8: what scores" in note
     with pytest.raises(UserError, match=r"gave no reward for a probe \(prompt eval-7, response '', label None\)"):
         check("reward.function=preflight_reward:strict")
 
