@@ -265,6 +265,7 @@ def test_agents_play_where_the_fewest_are_for_each_core(monkeypatch: pytest.Monk
             await until(lambda: policy.num_running == (3 if is_lost else 4))
             policy.opened.set()
             await asyncio.gather(*playing)
+            assert [node.num_playing for node in rollout._nodes] == [0, 0]
 
     asyncio.run(asyncio.wait_for(work(), 60))
     assert len(urls) == (1 if is_lost else 3) and all(url.startswith("http://127.0.0.2:") for url in urls)
