@@ -79,6 +79,8 @@ def main(name: str) -> None:
     if name == "status":
         print("it went wrong", file=sys.stderr)
         sys.exit(3)
+    if name == "killed":
+        os.kill(os.getpid(), 9)
     if name == "hang":
         Path(task["metadata"]["file"]).write_text(str(os.getpid()))
         time.sleep(1000)

@@ -181,7 +181,13 @@ def test_a_marked_last_line_is_the_reward(last: str, value: float | None) -> Non
 
 
 @pytest.mark.parametrize(
-    ("name", "word"), [("status", "ended with status 3"), ("memory", "ended with status"), ("ask", "needs a number, or an object")]
+    ("name", "word"),
+    [
+        ("status", "ended with status 3"),
+        ("killed", "was killed by signal 9"),
+        ("memory", "ended with status"),
+        ("ask", "needs a number, or an object"),
+    ],
 )
 def test_failures_of_commands_are_the_agents(name: str, word: str) -> None:
     error = failure(name, runs=True, metadata={"last": '{"reward": {"a": "1"}}'})

@@ -179,12 +179,14 @@ def test_other_settings_may_be_overridden() -> None:
 
 def test_an_answer_cut_by_length_is_never_extended() -> None:
     async def work() -> None:
-        async with served(["A" * 30, "B"], max_tokens=20) as one:
+        async with served(["A" * 30, "B", "C" * 30], max_tokens=20) as one:
             _, answer = await one.chat()
             choice = answer["choices"][0]
             assert choice["finish_reason"] == "length" and answer["usage"]["completion_tokens"] == 20
             await one.chat(USER, choice["message"], USER)
             assert one.session.conversation.turns[1].parent is None
+            status, message = await one.post("/v1/messages", {"model": "policy", "messages": [USER], "max_tokens": 9})
+            assert (status, message["stop_reason"], message["usage"]["output_tokens"]) == (200, "max_tokens", 9)
 
     run(work())
 
