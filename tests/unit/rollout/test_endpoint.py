@@ -436,3 +436,14 @@ def test_long_texts_become_tokens_beside_the_loop(monkeypatch: pytest.MonkeyPatc
             assert len(one.session.conversation.turns) == 2 and one.session.num_refused == 3
 
     run(work())
+
+
+def test_tools_are_not_offered_where_none_may_be_called() -> None:
+    async def work() -> None:
+        async with served(["A", "B"]) as one:
+            for choice in ("auto", "none"):
+                assert (await one.chat(tools=[{"type": "function", "function": ADD}], tool_choice=choice))[0] == 200
+            shown = ["Add." in one.policy.tokenizer.decode(ids) for ids in one.policy.asked]
+            assert shown == [True, False]
+
+    run(work())
