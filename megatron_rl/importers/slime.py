@@ -6,63 +6,63 @@ from typing import Any
 
 from megatron_rl.errors import UserError
 from megatron_rl.importers.shell import Script
-from megatron_rl.importers.translation import Rule, Translation, check_model, no_place, none, plain, positive, real, to
+from megatron_rl.importers.translation import Rule, Translation, check_model, no_place, none, plain, positive, real
 
 KL_ESTIMATORS = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"}
 _DECAYS = {"WSD": "wsd", "inverse-square-root": "inverse_square_root"}
 
 
 RULES: dict[str, Rule] = {
-    "hf-checkpoint": to("model.path", str),
-    "save": to("run.directory", str),
-    "save-interval": to("run.save_interval"),
-    "seed": to("run.seed"),
+    "hf-checkpoint": Rule("model.path", str),
+    "save": Rule("run.directory", str),
+    "save-interval": Rule("run.save_interval"),
+    "seed": Rule("run.seed"),
     "rollout-seed": none("run.seed is of all random choices"),
-    "num-rollout": to("run.num_steps"),
-    "prompt-data": to("data.train", str),
-    "input-key": to("data.prompt_key", str),
-    "label-key": to("data.label_key", str),
+    "num-rollout": Rule("run.num_steps"),
+    "prompt-data": Rule("data.train", str),
+    "input-key": Rule("data.prompt_key", str),
+    "label-key": Rule("data.label_key", str),
     "metadata-key": none("a reward function gets the whole row as sample.prompt.metadata"),
     "tool-key": none("tools are an environment's: rollout.environment"),
     "apply-chat-template": none("messages get the chat template, texts do not"),
-    "apply-chat-template-kwargs": to("data.chat_template_kwargs"),
-    "rollout-batch-size": to("data.prompts_per_step"),
-    "n-samples-per-prompt": to("data.samples_per_prompt"),
-    "rollout-max-prompt-len": to("data.max_prompt_tokens"),
-    "rollout-max-response-len": to("rollout.sampling.max_response_tokens"),
+    "apply-chat-template-kwargs": Rule("data.chat_template_kwargs"),
+    "rollout-batch-size": Rule("data.prompts_per_step"),
+    "n-samples-per-prompt": Rule("data.samples_per_prompt"),
+    "rollout-max-prompt-len": Rule("data.max_prompt_tokens"),
+    "rollout-max-response-len": Rule("rollout.sampling.max_response_tokens"),
     "rollout-max-context-len": none("data.max_prompt_tokens + rollout.sampling.max_response_tokens is the longest sequence"),
-    "rollout-temperature": to("rollout.sampling.temperature", real),
-    "rollout-top-p": to("rollout.sampling.top_p", real, note="tokens are trained by the truncated distribution"),
-    "rollout-top-k": to("rollout.sampling.top_k", positive, note="tokens are trained by the truncated distribution"),
-    "rollout-stop": to("rollout.sampling.stop", str.split),
-    "rollout-stop-token-ids": to("rollout.sampling.stop_token_ids", lambda text: [int(each) for each in text.split()]),
+    "rollout-temperature": Rule("rollout.sampling.temperature", real),
+    "rollout-top-p": Rule("rollout.sampling.top_p", real, note="tokens are trained by the truncated distribution"),
+    "rollout-top-k": Rule("rollout.sampling.top_k", positive, note="tokens are trained by the truncated distribution"),
+    "rollout-stop": Rule("rollout.sampling.stop", str.split),
+    "rollout-stop-token-ids": Rule("rollout.sampling.stop_token_ids", lambda text: [int(each) for each in text.split()]),
     "rollout-skip-special-tokens": none("the text of a reward function has no special tokens"),
     "over-sampling-batch-size": none("nearest: rollout.order: {kind: first_complete, oversampling: 1.5}, or zero_variance resample alone"),
     "buffer-filter-path": none("nearest: rollout.filter"),
-    "eval-interval": to("eval.interval"),
-    "max-tokens-per-gpu": to("training.max_tokens_per_micro_batch"),
+    "eval-interval": Rule("eval.interval"),
+    "max-tokens-per-gpu": Rule("training.max_tokens_per_micro_batch"),
     "log-probs-max-tokens-per-gpu": none("one budget for all passes: training.max_tokens_per_micro_batch"),
     "log-probs-chunk-size": none("the head works in pieces of its own"),
     "micro-batch-size": none("sequences are packed by training.max_tokens_per_micro_batch"),
-    "tensor-model-parallel-size": to("training.topology.tp"),
-    "pipeline-model-parallel-size": to("training.topology.pp"),
-    "context-parallel-size": to("training.topology.cp"),
-    "expert-model-parallel-size": to("training.topology.ep"),
-    "expert-tensor-parallel-size": to("training.topology.etp"),
-    "colocate": to("runtime.colocate"),
+    "tensor-model-parallel-size": Rule("training.topology.tp"),
+    "pipeline-model-parallel-size": Rule("training.topology.pp"),
+    "context-parallel-size": Rule("training.topology.cp"),
+    "expert-model-parallel-size": Rule("training.topology.ep"),
+    "expert-tensor-parallel-size": Rule("training.topology.etp"),
+    "colocate": Rule("runtime.colocate"),
     "offload": none("runtime.colocate puts away whoever is not at work"),
-    "optimizer": to("training.optimizer.optimizer", str),
-    "lr": to("training.optimizer.lr", real),
-    "min-lr": to("training.optimizer.min_lr", real),
-    "weight-decay": to("training.optimizer.weight_decay", real),
-    "clip-grad": to("training.optimizer.clip_grad", real),
-    "lr-decay-style": to("training.schedule.decay_style", lambda text: _DECAYS.get(text, text)),
-    "lr-warmup-iters": to("training.schedule.warmup_steps"),
-    "lr-decay-iters": to("training.schedule.decay_steps"),
+    "optimizer": Rule("training.optimizer.optimizer", str),
+    "lr": Rule("training.optimizer.lr", real),
+    "min-lr": Rule("training.optimizer.min_lr", real),
+    "weight-decay": Rule("training.optimizer.weight_decay", real),
+    "clip-grad": Rule("training.optimizer.clip_grad", real),
+    "lr-decay-style": Rule("training.schedule.decay_style", lambda text: _DECAYS.get(text, text)),
+    "lr-warmup-iters": Rule("training.schedule.warmup_steps"),
+    "lr-decay-iters": Rule("training.schedule.decay_steps"),
     "use-routing-replay": none("the trainer's own routing is not replayed; nearest: training.routing_replay (the engine's)"),
-    "use-rollout-routing-replay": to("training.routing_replay"),
-    "wandb-project": to("observe.wandb_project", str),
-    "sglang-server-concurrency": to("rollout.max_concurrent_requests"),
+    "use-rollout-routing-replay": Rule("training.routing_replay"),
+    "wandb-project": Rule("observe.wandb_project", str),
+    "sglang-server-concurrency": Rule("rollout.max_concurrent_requests"),
     "update-weight-buffer-size": none("buckets have a size of their own"),
     **no_place("a run is named after run.directory; WANDB_* variables are honoured",
                "use-wandb wandb-group wandb-team wandb-key wandb-host wandb-mode wandb-run-id"),
@@ -153,7 +153,7 @@ def translate(script: Path, *, given: Mapping[str, str], model: Path | None) -> 
     t.upstream({word: _FIELDS.get(word, word.replace("-", "_")) for word in t.words})
     for word in list(t.words):
         t.words.pop(word)
-        t.leave(word, "not known here; `megatron-rl train --help all` lists what is")
+        t.left[word] = "not known here; `megatron-rl train --help all` lists what is"
     return t
 
 
@@ -182,7 +182,7 @@ def _objective(t: Translation) -> None:
     elif estimator in presets:
         t.settings["objective.preset"] = presets[estimator]
     elif estimator != "grpo":
-        t.leave(f"advantage-estimator {estimator}", "nearest: objective.distillation_coef with model.teacher, or a plug-in")
+        t.left[f"advantage-estimator {estimator}"] = "nearest: objective.distillation_coef with model.teacher, or a plug-in"
     low = t.number("eps-clip", 0.2)
     t.settings |= {"objective.policy_loss.low": low, "objective.policy_loss.high": t.number("eps-clip-high", low)}
     if "eps-clip-c" in t.words:
@@ -212,12 +212,12 @@ def _objective(t: Translation) -> None:
         if path.endswith("check_reward_nonzero_std"):
             t.settings["objective.zero_variance"] = "resample"
         else:
-            t.leave(f"dynamic-sampling-filter-path {path}", "another interface: write a filter (examples/plugins) and set rollout.filter")
+            t.left[f"dynamic-sampling-filter-path {path}"] = "another interface: write a filter (examples/plugins) and set rollout.filter"
     if (loss := t.take("loss-type", "policy_loss")) == "sft_loss":
         t.settings = {path: value for path, value in t.settings.items() if not path.startswith(("objective.", "training.reference"))}
         t.settings["objective.policy_loss"] = "sft"
     elif loss != "policy_loss":
-        t.leave(f"loss-type {loss}", "nearest: objective.policy_loss, or a plug-in")
+        t.left[f"loss-type {loss}"] = "nearest: objective.policy_loss, or a plug-in"
 
 
 def _batches(t: Translation) -> None:
@@ -228,13 +228,13 @@ def _batches(t: Translation) -> None:
     if not steps and size and made:
         steps = max(1, made // size)
         if made % size:
-            t.leave(f"global-batch-size {size}", f"{made} samples of a rollout are no multiple of it; rounded to {steps} optimizer steps")
+            t.left[f"global-batch-size {size}"] = f"{made} samples of a rollout are no multiple of it; rounded to {steps} optimizer steps"
     if steps > 1:
         t.settings["training.optimizer_steps_per_batch"] = steps
     if t.flag("partial-rollout"):
         t.settings |= {"rollout.order.kind": "first_complete", "rollout.order.partial": True}
     if (epochs := t.take("num-epoch")) is not None and "num-rollout" not in t.words:
-        t.leave(f"num-epoch {epochs}", "set run.num_steps to rows x epochs / data.prompts_per_step")
+        t.left[f"num-epoch {epochs}"] = "set run.num_steps to rows x epochs / data.prompts_per_step"
     if (fraction := t.take("lr-warmup-fraction")) is not None:
         rollouts = plain((t.words.get("num-rollout") or ["0"])[0])
         t.settings["training.schedule.warmup_steps"] = round(float(fraction) * rollouts * max(1, steps))
@@ -246,7 +246,7 @@ def _processes(t: Translation) -> None:
     per_engine = int(t.number("rollout-num-gpus-per-engine", 1))
     colocated = "colocate" in t.words or t.settings.get("objective.policy_loss") == "sft"
     if per_engine > each:
-        t.leave(f"rollout-num-gpus-per-engine {per_engine}", f"an engine lives on one node, here of {each} GPUs")
+        t.left[f"rollout-num-gpus-per-engine {per_engine}"] = f"an engine lives on one node, here of {each} GPUs"
         per_engine = each
     gpus = int(t.number("rollout-num-gpus", nodes * each))
     t.settings |= {
@@ -270,9 +270,9 @@ def _rewards(t: Translation) -> None:
     elif kind in ("deepscaler", "math", "dapo"):
         t.differs[f"rm-type {kind}"] = "reward.function is math-verify's: 1 or 0, by the last answer in the response"
     elif kind is not None:
-        t.leave(f"rm-type {kind}", "write a reward function (examples/plugins) and set reward.function")
+        t.left[f"rm-type {kind}"] = "write a reward function (examples/plugins) and set reward.function"
     if (key := t.take("reward-key")) is not None:
-        t.leave(f"reward-key {key}", "a reward function returns a mapping with 'reward'; others are its components")
+        t.left[f"reward-key {key}"] = "a reward function returns a mapping with 'reward'; others are its components"
 
 
 def _evaluation(t: Translation) -> None:

@@ -40,11 +40,6 @@ class Rule:
     note: str = ""
 
 
-def to(path: str, convert: Callable[[str], Any] = plain, *, note: str = "") -> Rule:
-    """Return the rule of a word with a setting of ours."""
-    return Rule(path, convert, note)
-
-
 def none(reason: str) -> Rule:
     """Return the rule of a word without a place, with the reason and the nearest thing."""
     return Rule(note=reason)
@@ -115,20 +110,16 @@ class Translation:
             if rule.note and value not in (None, 1.0):
                 self.differs[f"{name} {shown}".strip()] = f"{rule.path}: {rule.note}"
 
-    def leave(self, name: str, reason: str) -> None:
-        """Note a word that has no place."""
-        self.left[name] = reason
-
     def finish(self, script: Script | None) -> None:
         """Leave out what contradicts other settings here, and note sourced files that are not there."""
         for file in [] if script is None else script.missing:
-            self.leave(f"source {file}", "the file is not there, so its variables are not known")
+            self.left[f"source {file}"] = "the file is not there, so its variables are not known"
         get = self.settings.get
         cp, budget = get("training.topology.cp", 1), get("training.max_tokens_per_micro_batch")
         longest = get("data.max_prompt_tokens", 1024) + get("rollout.sampling.max_response_tokens", 1024)
         if budget is not None and budget * cp < longest and get("objective.policy_loss") != "sft":
             reason = f"less than the longest sequence of {longest} tokens shared by cp {cp}, which is taken"
-            self.leave(f"training.max_tokens_per_micro_batch {self.settings.pop('training.max_tokens_per_micro_batch')}", reason)
+            self.left[f"training.max_tokens_per_micro_batch {self.settings.pop('training.max_tokens_per_micro_batch')}"] = reason
         if get("rollout.max_staleness") and "objective.off_policy.mode" not in self.settings:
             self.settings["objective.proximal"] = "rollout"
             words = "objective.proximal: ratios are taken to the policy that sampled, not to a recomputed one"
@@ -147,7 +138,7 @@ class Translation:
                 if name not in known or word not in self.words or (text := self.take(word)) is None:
                     continue
                 if name in _UNUSED:
-                    self.leave(f"{word} {text}", _UNUSED[name])
+                    self.left[f"{word} {text}"] = _UNUSED[name]
                 else:
                     self.settings[f"{section}.{name}"] = plain(text)
 
@@ -194,7 +185,7 @@ def settle(translation: Translation, *, origin: str) -> list[str]:
             if not refused:
                 return [line for line in problems if not line.endswith("things are wrong")]
             for path, line in refused.items():
-                translation.leave(f"{path} {format_value(translation.settings.pop(path))}", line)
+                translation.left[f"{path} {format_value(translation.settings.pop(path))}"] = line
 
 
 def check_model(translation: Translation, config: Path, shapes: "Mapping[str, Callable[[ModelSpec], Any]]", *, complete: bool) -> None:
@@ -207,7 +198,7 @@ def check_model(translation: Translation, config: Path, shapes: "Mapping[str, Ca
     given = {name: translation.take(name) for name in shapes if name in translation.words}
     if not (config / "config.json").is_file():
         if given:
-            translation.leave(" ".join(given), f"{config} has no config.json to compare them with; the architecture is read there")
+            translation.left[" ".join(given)] = f"{config} has no config.json to compare them with; the architecture is read there"
         return
     spec, wrong = read_model_spec(config), []
     for name, shape in shapes.items():

@@ -9,7 +9,7 @@ from megatron_rl.config.yaml_text import by_path, format_value
 from megatron_rl.errors import UserError
 from megatron_rl.importers.shell import Script
 from megatron_rl.importers.slime import KL_ESTIMATORS
-from megatron_rl.importers.translation import Rule, Translation, none, plain, real, to
+from megatron_rl.importers.translation import Rule, Translation, none, plain, real
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _AGGREGATIONS = {
@@ -26,52 +26,52 @@ _ASLEEP = none("runtime.colocate puts away whoever is not at work")
 
 
 RULES: dict[str, Rule] = {
-    "actor_rollout_ref.model.path": to("model.path", str),
-    "data.prompt_key": to("data.prompt_key", str),
-    "data.max_prompt_length": to("data.max_prompt_tokens"),
-    "data.max_response_length": to("rollout.sampling.max_response_tokens"),
-    "data.train_batch_size": to("data.prompts_per_step"),
-    "data.shuffle": to("data.shuffle"),
-    "data.seed": to("run.seed"),
+    "actor_rollout_ref.model.path": Rule("model.path", str),
+    "data.prompt_key": Rule("data.prompt_key", str),
+    "data.max_prompt_length": Rule("data.max_prompt_tokens"),
+    "data.max_response_length": Rule("rollout.sampling.max_response_tokens"),
+    "data.train_batch_size": Rule("data.prompts_per_step"),
+    "data.shuffle": Rule("data.shuffle"),
+    "data.seed": Rule("run.seed"),
     "data.return_raw_chat": none("messages always reach the reward function"),
     "data.gen_batch_size": none("nearest: rollout.order: {kind: first_complete, oversampling: 1.5}"),
     "data.reward_fn_key": none("one reward function, which sees the row as sample.prompt.metadata"),
-    f"{_ROLLOUT}.n": to("data.samples_per_prompt"),
-    f"{_ROLLOUT}.temperature": to("rollout.sampling.temperature", real),
-    f"{_ROLLOUT}.top_p": to("rollout.sampling.top_p", real, note="tokens are trained by the truncated distribution"),
-    f"{_ROLLOUT}.max_num_seqs": to("rollout.max_concurrent_requests"),
-    f"{_ROLLOUT}.gpu_memory_utilization": to("rollout.sglang.mem_fraction_static", real),
+    f"{_ROLLOUT}.n": Rule("data.samples_per_prompt"),
+    f"{_ROLLOUT}.temperature": Rule("rollout.sampling.temperature", real),
+    f"{_ROLLOUT}.top_p": Rule("rollout.sampling.top_p", real, note="tokens are trained by the truncated distribution"),
+    f"{_ROLLOUT}.max_num_seqs": Rule("rollout.max_concurrent_requests"),
+    f"{_ROLLOUT}.gpu_memory_utilization": Rule("rollout.sglang.mem_fraction_static", real),
     f"{_ROLLOUT}.max_num_batched_tokens": none("nearest: rollout.sglang.chunked_prefill_size"),
-    f"{_ROLLOUT}.enforce_eager": to("rollout.sglang.disable_cuda_graph"),
+    f"{_ROLLOUT}.enforce_eager": Rule("rollout.sglang.disable_cuda_graph"),
     f"{_ROLLOUT}.name": none("SGLang generates"),
-    f"{_ROLLOUT}.enable_rollout_routing_replay": to("training.routing_replay"),
+    f"{_ROLLOUT}.enable_rollout_routing_replay": Rule("training.routing_replay"),
     f"{_ACTOR}.router_replay.mode": none("R3 is training.routing_replay; the trainer's own routing is not replayed"),
     f"{_ROLLOUT}.multi_turn.enable": none("write an environment (examples/plugins) and set rollout.environment"),
     f"{_ROLLOUT}.multi_turn.tool_config_path": none("write an environment (examples/plugins) and set rollout.environment"),
-    f"{_ACTOR}.ppo_max_token_len_per_gpu": to("training.max_tokens_per_micro_batch"),
-    f"{_ACTOR}.grad_clip": to("training.optimizer.clip_grad", real),
-    f"{_ACTOR}.optim.lr": to("training.optimizer.lr", real),
-    f"{_ACTOR}.optim.min_lr": to("training.optimizer.min_lr", real),
-    f"{_ACTOR}.optim.weight_decay": to("training.optimizer.weight_decay", real),
-    f"{_ACTOR}.optim.clip_grad": to("training.optimizer.clip_grad", real),
-    f"{_ACTOR}.optim.lr_warmup_steps": to("training.schedule.warmup_steps", lambda text: max(0, plain(text))),
-    f"{_ACTOR}.optim.lr_decay_steps": to("training.schedule.decay_steps"),
-    f"{_ACTOR}.optim.lr_decay_style": to("training.schedule.decay_style", str),
-    f"{_ACTOR}.megatron.tensor_model_parallel_size": to("training.topology.tp"),
-    f"{_ACTOR}.megatron.pipeline_model_parallel_size": to("training.topology.pp"),
-    f"{_ACTOR}.megatron.virtual_pipeline_model_parallel_size": to("training.topology.vpp", lambda text: plain(text) or 1),
-    f"{_ACTOR}.megatron.context_parallel_size": to("training.topology.cp"),
-    f"{_ACTOR}.megatron.expert_model_parallel_size": to("training.topology.ep"),
-    f"{_ACTOR}.megatron.expert_tensor_parallel_size": to("training.topology.etp"),
+    f"{_ACTOR}.ppo_max_token_len_per_gpu": Rule("training.max_tokens_per_micro_batch"),
+    f"{_ACTOR}.grad_clip": Rule("training.optimizer.clip_grad", real),
+    f"{_ACTOR}.optim.lr": Rule("training.optimizer.lr", real),
+    f"{_ACTOR}.optim.min_lr": Rule("training.optimizer.min_lr", real),
+    f"{_ACTOR}.optim.weight_decay": Rule("training.optimizer.weight_decay", real),
+    f"{_ACTOR}.optim.clip_grad": Rule("training.optimizer.clip_grad", real),
+    f"{_ACTOR}.optim.lr_warmup_steps": Rule("training.schedule.warmup_steps", lambda text: max(0, plain(text))),
+    f"{_ACTOR}.optim.lr_decay_steps": Rule("training.schedule.decay_steps"),
+    f"{_ACTOR}.optim.lr_decay_style": Rule("training.schedule.decay_style", str),
+    f"{_ACTOR}.megatron.tensor_model_parallel_size": Rule("training.topology.tp"),
+    f"{_ACTOR}.megatron.pipeline_model_parallel_size": Rule("training.topology.pp"),
+    f"{_ACTOR}.megatron.virtual_pipeline_model_parallel_size": Rule("training.topology.vpp", lambda text: plain(text) or 1),
+    f"{_ACTOR}.megatron.context_parallel_size": Rule("training.topology.cp"),
+    f"{_ACTOR}.megatron.expert_model_parallel_size": Rule("training.topology.ep"),
+    f"{_ACTOR}.megatron.expert_tensor_parallel_size": Rule("training.topology.etp"),
     f"{_ACTOR}.megatron.seed": none("run.seed is of all random choices"),
     f"{_ACTOR}.policy_loss.clip_cov_ratio": none("nearest: objective.policy_loss of kind clip_cov"),
-    "critic.optim.lr": to("training.critic.optimizer.lr", real),
-    "trainer.critic_warmup": to("training.critic.warmup_steps"),
-    "trainer.save_freq": to("run.save_interval", lambda text: max(0, plain(text))),
-    "trainer.test_freq": to("eval.interval", lambda text: max(0, plain(text))),
-    "trainer.default_local_dir": to("run.directory", str),
-    "trainer.total_training_steps": to("run.num_steps"),
-    "trainer.max_actor_ckpt_to_keep": to("run.keep_checkpoints"),
+    "critic.optim.lr": Rule("training.critic.optimizer.lr", real),
+    "trainer.critic_warmup": Rule("training.critic.warmup_steps"),
+    "trainer.save_freq": Rule("run.save_interval", lambda text: max(0, plain(text))),
+    "trainer.test_freq": Rule("eval.interval", lambda text: max(0, plain(text))),
+    "trainer.default_local_dir": Rule("run.directory", str),
+    "trainer.total_training_steps": Rule("run.num_steps"),
+    "trainer.max_actor_ckpt_to_keep": Rule("run.keep_checkpoints"),
     "trainer.val_before_train": none("sets are evaluated before the first step"),
     "trainer.resume_mode": none("--resume of the command"),
     "trainer.experiment_name": none("a run is named after run.directory"),
@@ -141,7 +141,7 @@ def translate(source: Path, *, given: Mapping[str, str], model: Path | None) -> 
     for word in list(t.words):
         rule = next((rule for start, rule in PREFIXES.items() if word.startswith(start)), None)
         reason = "not known here; `megatron-rl train --help all` lists what is" if rule is None else rule.note
-        t.leave(f"{word}={t.words.pop(word)[0]}", reason)
+        t.left[f"{word}={t.words.pop(word)[0]}"] = reason
     return t
 
 
@@ -166,7 +166,7 @@ def _objective(t: Translation) -> None:
     if estimator in _ESTIMATORS:
         t.settings["objective.advantage.kind"] = estimator
     elif estimator != "grpo":
-        t.leave(f"algorithm.adv_estimator={estimator}", "nearest: objective.advantage, or a plug-in")
+        t.left[f"algorithm.adv_estimator={estimator}"] = "nearest: objective.advantage, or a plug-in"
     if not t.flag("algorithm.norm_adv_by_std_in_grpo", True) and estimator == "grpo":
         t.settings["objective.advantage.scale"] = "none"
     mode, clip = t.take(f"{_ACTOR}.policy_loss.loss_mode", "vanilla"), t.number(f"{_ACTOR}.clip_ratio", 0.2)
@@ -178,7 +178,7 @@ def _objective(t: Translation) -> None:
         t.settings |= {"objective.policy_loss.low": low, "objective.policy_loss.high": high}
         t.settings |= {"objective.policy_loss.ratio_level": "sequence"} if mode == "gspo" else {"objective.policy_loss.dual_clip": dual}
     else:
-        t.leave(f"{_ACTOR}.policy_loss.loss_mode={mode}", "nearest: objective.policy_loss, or a plug-in")
+        t.left[f"{_ACTOR}.policy_loss.loss_mode={mode}"] = "nearest: objective.policy_loss, or a plug-in"
     t.settings["objective.aggregation"] = _AGGREGATIONS[t.take(f"{_ACTOR}.loss_agg_mode") or "token-mean"]
     uses, coef = t.flag(f"{_ACTOR}.use_kl_loss"), t.number(f"{_ACTOR}.kl_loss_coef", 0.001)
     kind = (t.take(f"{_ACTOR}.kl_loss_type") or "low_var_kl").removesuffix("+")
@@ -188,7 +188,7 @@ def _objective(t: Translation) -> None:
     if in_reward and coef and estimator in ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"):
         t.settings["objective.kl_reward.coef"] = coef
     elif in_reward and coef:
-        t.leave("algorithm.use_kl_in_reward=True", f"advantages of {estimator} compare whole rewards; nearest: objective.kl")
+        t.left["algorithm.use_kl_in_reward=True"] = f"advantages of {estimator} compare whole rewards; nearest: objective.kl"
     if coef := t.number(f"{_ACTOR}.entropy_coeff", 0.0):
         t.settings["objective.entropy.coef"] = coef
     if t.flag("algorithm.filter_groups.enable"):
@@ -207,17 +207,17 @@ def _data(t: Translation) -> None:
     overlong = "drop" if t.flag("data.filter_overlong_prompts") else "truncate" if cut == "left" else "error"
     t.settings["data.overlong"] = overlong
     if cut not in ("left", "error"):
-        t.leave(f"data.truncation={cut}", "nearest: data.overlong: truncate keeps the last tokens")
+        t.left[f"data.truncation={cut}"] = "nearest: data.overlong: truncate keeps the last tokens"
     size, mini = t.words.get("data.train_batch_size", ["1024"])[0], t.number(f"{_ACTOR}.ppo_mini_batch_size", 256)
     epochs = int(t.number(f"{_ACTOR}.ppo_epochs", 1))
     steps = max(1, int(plain(size)) // int(mini)) if not size.startswith("⟨") else 1
     if steps > 1:
         t.settings["training.optimizer_steps_per_batch"] = steps
     if epochs > 1:
-        t.leave(f"{_ACTOR}.ppo_epochs={epochs}", "each sample is trained on once; nearest: more optimizer steps on a batch")
+        t.left[f"{_ACTOR}.ppo_epochs={epochs}"] = "each sample is trained on once; nearest: more optimizer steps on a batch"
     passes = t.take("trainer.total_epochs")
     if passes is not None and "trainer.total_training_steps" not in t.words:
-        t.leave(f"trainer.total_epochs={passes}", "set run.num_steps to rows x epochs / data.prompts_per_step")
+        t.left[f"trainer.total_epochs={passes}"] = "set run.num_steps to rows x epochs / data.prompts_per_step"
     start = f"{_ROLLOUT}.val_kwargs"
     sampling: dict[str, Any] = {}
     for name in ("temperature", "top_p"):

@@ -4,11 +4,12 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+from megatron_rl.config.settings import TopologySettings
 from megatron_rl.errors import UserError
 from megatron_rl.models.attention.attention_choice import DEFAULT_BACKEND, Attention, transformer_engine_here
 from megatron_rl.models.experts.moe_fields import BALANCED_BY, check_expert_layout, check_routing
@@ -17,9 +18,6 @@ from megatron_rl.models.model_spec import Activation, MlaSpec, ModelSpec
 from megatron_rl.models.unavailable_fields import check_attention_backend, check_available, check_recompute, without_kernels
 from megatron_rl.models.upstream_fields import checked_fields
 from megatron_rl.system.device import local_device
-
-if TYPE_CHECKING:
-    from megatron_rl.config.settings import TopologySettings
 
 
 def _quick_gelu(x: torch.Tensor) -> torch.Tensor:
@@ -37,7 +35,7 @@ _ACTIVATIONS: Mapping[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
 def transformer_config(
     spec: ModelSpec,
     *,
-    topology: "TopologySettings",
+    topology: TopologySettings,
     dtype: torch.dtype,
     overrides: Mapping[str, Any],
     attention: Attention = "torch",
@@ -192,7 +190,7 @@ def _moe_fields(moe: MoeSpec | None, *, num_layers: int) -> dict[str, Any]:
     }
 
 
-def _topology_fields(topology: "TopologySettings", dtype: torch.dtype) -> dict[str, Any]:
+def _topology_fields(topology: TopologySettings, dtype: torch.dtype) -> dict[str, Any]:
     """Return the fields fixed by the layout, the dtype, the device and the trainer's loss contract."""
     values: dict[str, Any] = {
         "tensor_model_parallel_size": topology.tp,

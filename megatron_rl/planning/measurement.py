@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from megatron_rl.config.settings import ModelSettings, TrainingSettings
 from megatron_rl.errors import MegatronRLError, UserError
 from megatron_rl.system.deadlines import PLANNING_S
-from megatron_rl.system.device import local_device, prepare_megatron, quiet_megatron_imports
+from megatron_rl.system.device import local_device, prepare_megatron
 
 if TYPE_CHECKING:
     from megatron_rl.models.model_spec import ModelSpec
@@ -76,8 +76,8 @@ def measure(jobs: Sequence[Job]) -> list[Answer]:
 
 def answer(job: Job) -> Answer:
     """Measure one layout in this process, made ready by `prepare`."""
-    with quiet_megatron_imports():
-        from megatron_rl.planning.rank import measure_stages, measure_teacher_stages
+    from megatron_rl.planning.rank import measure_stages, measure_teacher_stages
+
     try:
         policy = measure_stages(job, critic=False)
         critic = measure_stages(job, critic=True) if job.has_critic else ()

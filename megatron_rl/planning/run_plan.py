@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from math import prod
-from typing import TYPE_CHECKING
 
 from megatron_rl.algorithms.objective import Objective
 from megatron_rl.config.derived import dtype_name
@@ -14,15 +13,13 @@ from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.unavailable_fields import without_kernels
 from megatron_rl.models.weight_table import tensor_shapes
 from megatron_rl.planning.measurement import Answer, Job, measure
+from megatron_rl.planning.rank import RankMemory
 from megatron_rl.planning.records import EngineMemory, RunPlan, StageMemory
 from megatron_rl.training.model_check import check_layout
 from megatron_rl.training.objective_checks import teacher_path
 from megatron_rl.training.teacher import read_teacher_spec
 from megatron_rl.training.topology import Topology
 from megatron_rl.weights.transport import BUCKET_BYTES, exported_specs
-
-if TYPE_CHECKING:
-    from megatron_rl.planning.rank import RankMemory
 
 CONTEXT_BYTES = int(2.5 * GIB)
 """Usual CUDA context, cuBLAS workspaces and NCCL buffers of a training rank; not measured since communicators come at first use."""
@@ -209,7 +206,7 @@ def stage_memories(
     return tuple(stages)
 
 
-def _activations(model: "RankMemory", topology: Topology, num_micro_batches: int, *, stage: int, frees_outputs: bool) -> tuple[int, float]:
+def _activations(model: RankMemory, topology: Topology, num_micro_batches: int, *, stage: int, frees_outputs: bool) -> tuple[int, float]:
     """Return the bytes and the number of all micro-batches in flight on a stage."""
     last = stage == topology.pp - 1
     held = [

@@ -80,7 +80,7 @@ def spread_agents(manager: "RolloutManager", command: Sequence[str], *, reservat
         options = AgentWorker.options(num_cpus=0, max_restarts=-1, scheduling_strategy=strategy)  # type: ignore[attr-defined]
         workers.append(options.remote(command, directory=Path.cwd(), log_path=logs / f"agents-{number}.log"))
     starting = [worker.start.remote() for worker in workers]
-    started = watchdog.wait(starting, name="starting agents on other nodes", owner="the actor of agents", timeout_s=AGENTS_START_S)
+    started = watchdog.wait_for_all(starting, name="starting agents on other nodes", owner="the actor of agents", timeout_s=AGENTS_START_S)
     places = [
         AgentNode(partial(_play_there, worker, address), num_cores) for worker, (address, num_cores) in zip(workers, started, strict=True)
     ]

@@ -6,16 +6,17 @@ from functools import cached_property, partial
 from typing import Any
 
 from megatron_rl.algorithms.rounding_limits import Expected, Limits
+from megatron_rl.checkpoints.stored_weights import engines_read
 from megatron_rl.config.derived import start_deadline_s
 from megatron_rl.config.settings import Settings
 from megatron_rl.engines.client import EngineClient
 from megatron_rl.engines.sampling import make_sampling
 from megatron_rl.errors import EngineRefusal
+from megatron_rl.models.read_spec import read_model_spec
 from megatron_rl.observe.metrics import metric_values
 from megatron_rl.rollout.manager import RolloutManager
 from megatron_rl.runtime.colocation import Phase
 from megatron_rl.runtime.run_records import RunRecords
-from megatron_rl.system.device import quiet_megatron_imports
 from megatron_rl.types import Floats, TrainBatch
 from megatron_rl.weights.diagnosis import changed_samples, likeliest, weights_apart
 from megatron_rl.weights.parity import (
@@ -32,10 +33,6 @@ from megatron_rl.weights.parity import (
     scored,
     weight_checksums,
 )
-
-with quiet_megatron_imports():
-    from megatron_rl.checkpoints.stored_weights import engines_read
-    from megatron_rl.models.read_spec import read_model_spec
 
 
 class Agreement:

@@ -11,19 +11,16 @@ from typing import Any
 
 import torch
 
+from megatron_rl.checkpoints import manifest
+from megatron_rl.checkpoints.hugging_face import save_hf
+from megatron_rl.checkpoints.model_files import describe_hf
+from megatron_rl.checkpoints.stored_weights import check_names, engines_read, in_order, names_code, open_weights
 from megatron_rl.errors import UserError
-from megatron_rl.system.device import quiet_megatron_imports
+from megatron_rl.models.weight_table import as_stored
 from megatron_rl.system.files import check_room, partial_path
 from megatron_rl.system.leftovers import scratch_directory
-
-with quiet_megatron_imports():
-    from megatron_rl.checkpoints import manifest
-    from megatron_rl.checkpoints.hugging_face import save_hf
-    from megatron_rl.checkpoints.model_files import describe_hf
-    from megatron_rl.checkpoints.stored_weights import check_names, engines_read, in_order, names_code, open_weights
-    from megatron_rl.models.weight_table import as_stored
-    from megatron_rl.training.trained_model import DTYPES
-    from megatron_rl.weights.changes import Changes
+from megatron_rl.training.trained_model import DTYPES
+from megatron_rl.weights.changes import Changes
 
 DESCRIPTION, WEIGHTS = "engine-model", "engine-weights"
 """In the run directory: a model without weights or with links to them, and one with weights for the time of an evaluation."""

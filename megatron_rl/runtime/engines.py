@@ -121,7 +121,7 @@ class EngineGroup:
     def finish_start(self, refs: list[ray.ObjectRef]) -> list[EngineAddress]:
         """Wait until every engine serves."""
         timeout_s = start_deadline_s(self._settings.model) + ENGINES_STOP_S
-        addresses: list[EngineAddress] = self._watchdog.wait(refs, name="starting the engines", owner="engine", timeout_s=timeout_s)
+        addresses: list[EngineAddress] = self._watchdog.wait_for_all(refs, name="starting the engines", owner="engine", timeout_s=timeout_s)
         return addresses
 
     def watch(self, number: int, *, goes_on: Callable[[Exception], bool]) -> None:

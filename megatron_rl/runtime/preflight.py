@@ -19,6 +19,8 @@ import torch
 
 from megatron_rl.algorithms.objective import Objective
 from megatron_rl.algorithms.plug_in import PlugInAdvantage, PlugInLoss
+from megatron_rl.checkpoints.manifest import changed_texts
+from megatron_rl.checkpoints.stored_weights import check_stored, open_weights
 from megatron_rl.config.checks import setting_notes
 from megatron_rl.config.data_settings import DataSettings
 from megatron_rl.config.derived import reward_workers
@@ -43,6 +45,9 @@ from megatron_rl.data.source import RunPrompts
 from megatron_rl.data.tokenizer import check_ends, load_tokenizer, model_type
 from megatron_rl.engines.server_args import check_environment, check_records_routing, check_tensor_parallel, validate_server_args
 from megatron_rl.errors import UserError, counted, sized
+from megatron_rl.models.config_json import read_config
+from megatron_rl.models.read_spec import read_model_spec
+from megatron_rl.models.weight_table import tensor_shapes
 from megatron_rl.observe.memory import available_memory_bytes
 from megatron_rl.observe.sinks import check_installed
 from megatron_rl.plugins.loader import load
@@ -55,24 +60,17 @@ from megatron_rl.runtime.engine_model import planned_model
 from megatron_rl.runtime.placement import Placement
 from megatron_rl.runtime.plugin_contracts import require
 from megatron_rl.runtime.ray_session import check_answers
-from megatron_rl.system.device import local_device, quiet_megatron_imports
+from megatron_rl.runtime.resumption import check_run_directory, resumption_checks
+from megatron_rl.runtime.target import Target, find_target, no_gpu
+from megatron_rl.system.device import local_device
 from megatron_rl.system.files import MANIFEST
 from megatron_rl.system.process_variables import interface_names
-
-with quiet_megatron_imports():
-    from megatron_rl.checkpoints.manifest import changed_texts
-    from megatron_rl.checkpoints.stored_weights import check_stored, open_weights
-    from megatron_rl.models.config_json import read_config
-    from megatron_rl.models.read_spec import read_model_spec
-    from megatron_rl.models.weight_table import tensor_shapes
-    from megatron_rl.runtime.resumption import check_run_directory, resumption_checks
-    from megatron_rl.runtime.target import Target, find_target, no_gpu
-    from megatron_rl.training.critic import critic_optimizer
-    from megatron_rl.training.model_check import check_layout, check_model, check_tokens
-    from megatron_rl.training.optimizer import make_configs
-    from megatron_rl.training.teacher import check_vocabulary, read_teacher_spec, teacher_config
-    from megatron_rl.training.topology import Topology
-    from megatron_rl.training.trained_model import model_dtype
+from megatron_rl.training.critic import critic_optimizer
+from megatron_rl.training.model_check import check_layout, check_model, check_tokens
+from megatron_rl.training.optimizer import make_configs
+from megatron_rl.training.teacher import check_vocabulary, read_teacher_spec, teacher_config
+from megatron_rl.training.topology import Topology
+from megatron_rl.training.trained_model import model_dtype
 
 GIB = 2**30
 OPTIMIZER_BYTES = 12

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.checkpoints import manifest
 from megatron_rl.checkpoints.run_checkpoints import (
     POLICY_LINK,
     SETTINGS_FILE,
@@ -24,14 +25,10 @@ from megatron_rl.config.yaml_text import by_path, format_value
 from megatron_rl.data.buffer import BUFFER_FILE
 from megatron_rl.data.sqlite_file import check_database
 from megatron_rl.errors import UserError, counted
+from megatron_rl.models.model_spec import ModelSpec
+from megatron_rl.models.read_spec import read_model_spec
+from megatron_rl.models.weight_table import parameter_shape, rules
 from megatron_rl.observe.sinks import METRICS_FILE, read_metrics
-from megatron_rl.system.device import quiet_megatron_imports
-
-with quiet_megatron_imports():
-    from megatron_rl.checkpoints import manifest
-    from megatron_rl.models.model_spec import ModelSpec
-    from megatron_rl.models.read_spec import read_model_spec
-    from megatron_rl.models.weight_table import parameter_shape, rules
 
 _OF_FILES = {"names", "num_mtp_layers"}
 """Fields of a ModelSpec that an exported policy need not share with the model that it was made from."""

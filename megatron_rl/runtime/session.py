@@ -18,6 +18,8 @@ from megatron_rl.config.settings import ModelSettings, Settings
 from megatron_rl.data.buffer import BUFFER_FILE
 from megatron_rl.errors import CheckpointError, MegatronRLError, ResumableError, UserError, WorkerDiedError
 from megatron_rl.evaluation.evaluator import SetResult, weight_files
+from megatron_rl.models.attention.attention_choice import attention_name, resolve_attention
+from megatron_rl.models.read_spec import read_model_spec
 from megatron_rl.observe.console import SUPERVISED_COLUMNS, RunConsole, rl_columns
 from megatron_rl.observe.memory import PeakMemory
 from megatron_rl.observe.sinks import Sinks
@@ -34,13 +36,9 @@ from megatron_rl.runtime.run_evaluations import evaluation_deadline_s, generatio
 from megatron_rl.runtime.run_records import RunRecords
 from megatron_rl.runtime.start import RunStart, StartReport
 from megatron_rl.runtime.trainers import spare_what_is_loaded
-from megatron_rl.system.device import chosen_row_maths, quiet_megatron_imports
+from megatron_rl.system.device import chosen_row_maths
 from megatron_rl.system.files import disk_errors, write_atomic
 from megatron_rl.system.leftovers import remove_leftovers, scratch_directory
-
-with quiet_megatron_imports():
-    from megatron_rl.models.attention.attention_choice import attention_name, resolve_attention
-    from megatron_rl.models.read_spec import read_model_spec
 
 
 def train(settings: Settings, *, resume: bool, weights_only: bool = False, replay: Path | None = None) -> None:

@@ -25,6 +25,7 @@ from megatron_rl.data.buffer import BUFFER_FILE
 from megatron_rl.data.source import RunPrompts
 from megatron_rl.engines.engine import EngineAddress
 from megatron_rl.errors import UserError
+from megatron_rl.models.read_spec import read_model_spec
 from megatron_rl.observe.console import RunConsole
 from megatron_rl.observe.live_state import PhaseState, StatusFile
 from megatron_rl.observe.timing import PhaseTimer
@@ -43,16 +44,11 @@ from megatron_rl.runtime.target import no_gpu
 from megatron_rl.runtime.trainers import TrainerGroup, printed_stacks
 from megatron_rl.runtime.watchdog import OpenWait, Watchdog
 from megatron_rl.system.deadlines import ENGINE_CONTROL_S, PLACEMENT_S, REWARDS_START_S, STACK_S
-from megatron_rl.system.device import quiet_megatron_imports
 from megatron_rl.system.files import claim
 from megatron_rl.system.process_variables import shared_variables
 from megatron_rl.system.stacks import STACKS_FILE, STACKS_VARIABLE, stacks_to, write_stacks
 from megatron_rl.weights.sync import CHECK_INTERVAL, TRANSPORTS, WeightSync
-from megatron_rl.weights.transport import Surroundings, WeightTransport
-
-with quiet_megatron_imports():
-    from megatron_rl.models.read_spec import read_model_spec
-    from megatron_rl.weights.transport import exported_specs
+from megatron_rl.weights.transport import Surroundings, WeightTransport, exported_specs
 
 
 class StartReport:

@@ -7,12 +7,10 @@ import torch
 
 from megatron_rl.config.gpus import find_gpu
 from megatron_rl.config.settings import ModelSettings, Settings
+from megatron_rl.models.attention.attention_choice import Attention, resolve_attention
+from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.runtime.placement import Needs, Placement, nodes_needed, place
-from megatron_rl.system.device import Device, local_capability, local_device, quiet_megatron_imports
-
-with quiet_megatron_imports():
-    from megatron_rl.models.attention.attention_choice import Attention, resolve_attention
-    from megatron_rl.models.model_spec import ModelSpec
+from megatron_rl.system.device import Device, local_capability, local_device
 
 
 def no_gpu(gpu: str, where: str) -> str:

@@ -138,7 +138,7 @@ class TrainerGroup:
         deaths = {worker: worker.hold.remote().future() for worker in workers}
         self._deaths = list(deaths.values())
         refs = [worker.take_place.remote(Path.cwd()) for worker in workers]
-        answers = self._watchdog.wait(refs, name="starting the processes of the ranks", owner=OWNER, timeout_s=RANKS_START_S)
+        answers = self._watchdog.wait_for_all(refs, name="starting the processes of the ranks", owner=OWNER, timeout_s=RANKS_START_S)
         gpus = dict(zip(workers, answers, strict=True))
         seated = [(worker, gpus[worker]) for node in self._nodes for worker in sorted(node, key=lambda one: gpu_order(gpus[one]))]
         self._holds = [deaths[worker] for worker, _ in seated]
@@ -172,7 +172,7 @@ class TrainerGroup:
         init_method = f"tcp://{address}:{port}"
         refs = [worker.start.remote(make, rank=rank, init_method=init_method) for rank, worker in enumerate(self.workers)]
         timeout_s = start_deadline_s(self._settings.model)
-        self._dp_ranks = self._watchdog.wait(refs, name="starting the Megatron ranks", owner=OWNER, timeout_s=timeout_s)
+        self._dp_ranks = self._watchdog.wait_for_all(refs, name="starting the Megatron ranks", owner=OWNER, timeout_s=timeout_s)
 
     @property
     def has_died(self) -> bool:
@@ -194,14 +194,14 @@ class TrainerGroup:
     def check_answers(self) -> None:
         """Raise DeadlineError when a rank takes no call within RANK_ANSWER_S, to avoid a second long wait."""
         refs = [worker.call.remote("save_is_written") for worker in self.workers]
-        self._watchdog.wait(refs, name="asking whether the ranks still answer", owner=OWNER, timeout_s=RANK_ANSWER_S)
+        self._watchdog.wait_for_all(refs, name="asking whether the ranks still answer", owner=OWNER, timeout_s=RANK_ANSWER_S)
 
     def call(self, method: str, *args: Any, **keywords: Any) -> list[Any]:
         """Return the results of a method or property of `Trainer`, by rank, within the deadline of a step."""
         return self._wait([worker.call.remote(method, *args, **keywords) for worker in self.workers], name=method)
 
     def _wait(self, refs: list[ray.ObjectRef], *, name: str) -> list[Any]:
-        return self._watchdog.wait(refs, name=name, owner=OWNER, timeout_s=self._step_deadline_s)
+        return self._watchdog.wait_for_all(refs, name=name, owner=OWNER, timeout_s=self._step_deadline_s)
 
     def train(
         self, batch: TrainBatch, *, step: int, expected: Expected | None = None, rows: Collection[int] = ()
@@ -235,7 +235,7 @@ class TrainerGroup:
     def free_address(self) -> tuple[str, int]:
         """Return an address of rank 0's node and a free port."""
         asked = [self.workers[0].address.remote()]
-        return self._watchdog.wait(asked, name="finding a free port", owner=OWNER, timeout_s=RANKS_START_S)[0]
+        return self._watchdog.wait_for_all(asked, name="finding a free port", owner=OWNER, timeout_s=RANKS_START_S)[0]
 
     def begin_open_sender(self, plan: SenderPlan) -> list[Future[None]]:
         """Let every rank open the sending end of the transport to the engines."""

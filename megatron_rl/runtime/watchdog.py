@@ -19,7 +19,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, TypeAlias, TypeVar, overload
+from typing import Any, TypeAlias, TypeVar
 
 import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
@@ -136,43 +136,24 @@ class Watchdog:
             # It asks the ranks first, and would start another Ray once this one has ended.
             self._telling.join(timeout=STACK_S)
 
-    @overload
     def wait(
         self,
-        work: "Coroutine[Any, Any, Result] | concurrent.futures.Future[Result]",
+        work: Coroutine[Any, Any, Result] | concurrent.futures.Future[Result],
         *,
         name: str,
         owner: str,
         timeout_s: float,
         meanwhile: Callable[[], None] | None = None,
-    ) -> Result: ...
+    ) -> Result:
+        """Wait for a coroutine, or one begun, and return the result.
 
-    @overload
-    def wait(self, work: Sequence[Work], *, name: str, owner: str, timeout_s: float) -> list[Any]: ...
-
-    def wait(
-        self,
-        work: Coroutine[Any, Any, Any] | Future | Sequence[Work],
-        *,
-        name: str,
-        owner: str,
-        timeout_s: float,
-        meanwhile: Callable[[], None] | None = None,
-    ) -> Any:
-        """Wait for a coroutine, or one begun, and return the result, or for several pieces of work, results in order.
-
-        `name` describes the work, `owner` the worker; several owners are numbered. Every
-        MEANWHILE_S seconds of a long wait `meanwhile` is called.
+        `name` describes the work, `owner` the worker. Every MEANWHILE_S seconds of a long wait
+        `meanwhile` is called.
 
         Raises:
             DeadlineError: `timeout_s` seconds went by; the message names the missing owners.
-            Exception: raised by the first failing piece of work or watched actor, or by
-                `meanwhile`.
+            Exception: raised by the work, by the first failing watched actor, or by `meanwhile`.
         """
-        if isinstance(work, Sequence):
-            owners = {self.begin(item): f"{owner} {number}" for number, item in enumerate(work)}
-            self._wait(owners, name=name, timeout_s=timeout_s)
-            return [future.result() for future in owners]
         future = self.begin(work)
         try:
             self._wait({future: owner}, name=name, timeout_s=timeout_s, meanwhile=meanwhile)
@@ -180,7 +161,14 @@ class Watchdog:
             # The result has no reader any more.
             future.cancel()
             raise
-        return future.result()
+        result: Result = future.result()
+        return result
+
+    def wait_for_all(self, works: Sequence[Work], *, name: str, owner: str, timeout_s: float) -> list[Any]:
+        """Wait as `wait` for several pieces of work by as many owners, numbered; return the results in order."""
+        owners = {self.begin(work): f"{owner} {number}" for number, work in enumerate(works)}
+        self._wait(owners, name=name, timeout_s=timeout_s)
+        return [future.result() for future in owners]
 
     @contextmanager
     def entered(self, context: AbstractAsyncContextManager[Result], *, name: str, owner: str, timeout_s: float) -> Iterator[Result]:

@@ -1,20 +1,16 @@
 """Experts and their routers in megatron-core's configuration: refusals and valid layouts."""
 
-from typing import TYPE_CHECKING
-
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_rl.config.settings import TopologySettings
 from megatron_rl.errors import UserError
 from megatron_rl.models.experts.moe_spec import MoeSpec
-
-if TYPE_CHECKING:
-    from megatron_rl.config.settings import TopologySettings
 
 BALANCED_BY = "seq_aux_loss"
 """The one load-balancing type with a coefficient that is supported: the balance of each sequence."""
 
 
-def check_expert_layout(moe: MoeSpec | None, topology: "TopologySettings") -> None:
+def check_expert_layout(moe: MoeSpec | None, topology: TopologySettings) -> None:
     """Raise UserError, with the arithmetic, when the ranks of `topology` cannot share the experts; `moe` None is a model without."""
     etp = topology.expert_tp
     if moe is None:
@@ -49,7 +45,7 @@ def check_expert_layout(moe: MoeSpec | None, topology: "TopologySettings") -> No
         )
 
 
-def _check_no_expert_layout(topology: "TopologySettings") -> None:
+def _check_no_expert_layout(topology: TopologySettings) -> None:
     given = ({"ep": topology.ep} if topology.ep > 1 else {}) | ({"etp": topology.etp} if topology.etp not in (None, 1, topology.tp) else {})
     if given:
         sizes = " and ".join(f"{name} {size}" for name, size in given.items())

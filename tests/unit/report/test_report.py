@@ -24,8 +24,7 @@ from megatron_rl.observe.sinks import Sinks
 from megatron_rl.observe.summary import Summary, write_summary
 from megatron_rl.report import page as page_module
 from megatron_rl.report.curves import PANELS, _draw_panel, _smooth, draw_curves, drawable
-from megatron_rl.report.page import report_run
-from megatron_rl.report.run_facts import changed_settings, solved_by_source
+from megatron_rl.report.page import changed_settings, report_run, solved_by_source
 
 
 class Tags(HTMLParser):

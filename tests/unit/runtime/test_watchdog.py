@@ -41,13 +41,13 @@ async def answer(value: int) -> int:
 
 
 def test_results_come_in_order_whatever_they_come_from(watchdog: Watchdog) -> None:
-    assert watchdog.wait([finished(1), answer(2), Call(finished(3))], name="work", owner="part", timeout_s=1) == [1, 2, 3]
+    assert watchdog.wait_for_all([finished(1), answer(2), Call(finished(3))], name="work", owner="part", timeout_s=1) == [1, 2, 3]
     assert watchdog.wait(answer(4), name="work", owner="part", timeout_s=1) == 4
 
 
 def test_the_deadline_names_the_wait_and_who_is_missing(watchdog: Watchdog) -> None:
     with pytest.raises(DeadlineError, match=r"weight sync did not finish within 0 s, still waiting for: engine 1, engine 2$"):
-        watchdog.wait([finished(1), Future(), Future()], name="weight sync", owner="engine", timeout_s=0.05)
+        watchdog.wait_for_all([finished(1), Future(), Future()], name="weight sync", owner="engine", timeout_s=0.05)
 
 
 def test_a_coroutine_past_its_deadline_is_named_and_cancelled(watchdog: Watchdog) -> None:
@@ -97,7 +97,7 @@ def test_the_death_of_a_watched_actor_ends_every_wait_at_once(watchdog: Watchdog
     threading.Timer(0.1, vital.set_exception, [EngineError("engine died, its log ends with: boom")]).start()
     # Otherwise the wait would end in a DeadlineError.
     with pytest.raises(EngineError, match="boom"):
-        watchdog.wait([Future()], name="rollout", owner="part", timeout_s=30)
+        watchdog.wait_for_all([Future()], name="rollout", owner="part", timeout_s=30)
 
 
 def test_the_death_behind_a_failed_call_is_reported(watchdog: Watchdog) -> None:
@@ -107,7 +107,7 @@ def test_the_death_behind_a_failed_call_is_reported(watchdog: Watchdog) -> None:
     refused.set_exception(EngineError("the engine cannot be reached for /pause_generation"))
     threading.Timer(0.3, vital.set_exception, [EngineError("engine died (killed by signal 9)")]).start()
     with pytest.raises(EngineError, match="killed by signal 9"):
-        watchdog.wait([refused], name="weight sync", owner="engine", timeout_s=30)
+        watchdog.wait_for_all([refused], name="weight sync", owner="engine", timeout_s=30)
 
 
 def test_a_failed_call_without_a_death_behind_it_is_told_itself(watchdog: Watchdog, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,11 +148,11 @@ def test_a_death_ends_the_wait_unless_the_run_continues(watchdog: Watchdog, goes
     work: Future = Future()
     threading.Timer(0.1, work.set_result, [7]).start()
     if goes_on:
-        assert watchdog.wait([work], name="rollout", owner="part", timeout_s=30) == [7]
+        assert watchdog.wait_for_all([work], name="rollout", owner="part", timeout_s=30) == [7]
         assert watchdog.wait(answer(4), name="rollout", owner="part", timeout_s=30) == 4
     else:
         with pytest.raises(EngineError, match="boom"):
-            watchdog.wait([work], name="rollout", owner="part", timeout_s=30)
+            watchdog.wait_for_all([work], name="rollout", owner="part", timeout_s=30)
     assert asked == ["EngineError: boom"]
 
 
@@ -162,7 +162,7 @@ def test_work_failed_by_a_death_ends_with_that_death(watchdog: Watchdog) -> None
     refused.set_exception(EngineError("the engine cannot be reached for /pause_generation"))
     threading.Timer(0.1, vital.set_exception, [EngineError("engine died (killed by signal 9)")]).start()
     with pytest.raises(EngineError, match="killed by signal 9"):
-        watchdog.wait([refused], name="weight sync", owner="engine", timeout_s=30)
+        watchdog.wait_for_all([refused], name="weight sync", owner="engine", timeout_s=30)
 
 
 @pytest.mark.parametrize(
@@ -189,32 +189,32 @@ def test_a_killed_process_is_named_as_a_death_in_one_sentence(watchdog: Watchdog
     vital.set_exception(error)
     watchdog.watch("Megatron rank 1", vital)
     with pytest.raises(WorkerDiedError, match=sentence):
-        watchdog.wait([Future()], name="training", owner="Megatron rank", timeout_s=30)
+        watchdog.wait_for_all([Future()], name="training", owner="Megatron rank", timeout_s=30)
 
 
 def test_nobody_is_asked_about_an_actor_that_ends_quietly(watchdog: Watchdog) -> None:
     watchdog.watch("engine 0", finished(None), goes_on=lambda error: True)
     with pytest.raises(WorkerDiedError, match="engine 0 ended although nobody asked it to"):
-        watchdog.wait([Future()], name="rollout", owner="part", timeout_s=30)
+        watchdog.wait_for_all([Future()], name="rollout", owner="part", timeout_s=30)
 
 
 def test_a_watched_actor_that_ends_quietly_is_an_error_too(watchdog: Watchdog) -> None:
     watchdog.watch("Megatron rank 3", finished(None))
     with pytest.raises(WorkerDiedError, match="Megatron rank 3 ended"):
-        watchdog.wait([Future()], name="training", owner="Megatron rank", timeout_s=30)
+        watchdog.wait_for_all([Future()], name="training", owner="Megatron rank", timeout_s=30)
 
 
 def test_the_first_failure_does_not_wait_for_the_others(watchdog: Watchdog) -> None:
     broken: Future = Future()
     broken.set_exception(RuntimeError("rank 1 broke"))
     with pytest.raises(RuntimeError, match="rank 1 broke"):
-        watchdog.wait([Future(), broken], name="training", owner="Megatron rank", timeout_s=30)
+        watchdog.wait_for_all([Future(), broken], name="training", owner="Megatron rank", timeout_s=30)
 
 
 def test_nobody_is_watched_after_forget(watchdog: Watchdog) -> None:
     watchdog.watch("engine 0", finished(None))
     watchdog.forget()
-    assert watchdog.wait([finished(5)], name="stop", owner="engine", timeout_s=1) == [5]
+    assert watchdog.wait_for_all([finished(5)], name="stop", owner="engine", timeout_s=1) == [5]
 
 
 def test_an_asynchronous_context_is_always_left(watchdog: Watchdog) -> None:
@@ -298,7 +298,7 @@ def test_a_plug_in_that_blocks_the_event_loop_is_named_once(monkeypatch: pytest.
     def wait(name: str, *, timeout_s: float) -> None:
         work = asyncio.run_coroutine_threadsafe(rollout(name), watchdog._loop)
         assert began.wait(30)
-        watchdog.wait([work], name="rollout", owner="engine", timeout_s=timeout_s)
+        watchdog.wait_for_all([work], name="rollout", owner="engine", timeout_s=timeout_s)
 
     with Watchdog(note=note) as watchdog:
         wait("rollout.function my:rollout for prompt 0-3", timeout_s=30)
@@ -342,7 +342,7 @@ def test_a_wait_is_late_against_its_usual_time_alone(monkeypatch: pytest.MonkeyP
         assert watchdog.wait(asyncio.sleep(0.1, 7), name="training of step 5", owner="rank", timeout_s=9) == 7
         assert late == []
         with pytest.raises(DeadlineError):
-            watchdog.wait([finished(1), Future(), Future()], name="training of step 6", owner="rank", timeout_s=0.6)
+            watchdog.wait_for_all([finished(1), Future(), Future()], name="training of step 6", owner="rank", timeout_s=0.6)
         (wait,) = late
         assert (wait.name, wait.owners, wait.timeout_s) == ("training of step 6", ("rank 1", "rank 2"), 0.6)
         assert wait.seconds > 0.2 and wait.state().late and wait.usual_s is not None and wait.usual_s < 0.2
@@ -363,7 +363,7 @@ def test_what_is_told_of_a_late_wait_delays_no_deadline(monkeypatch: pytest.Monk
             watchdog.wait(finished(step), name=f"training of step {step}", owner="rank", timeout_s=9)
         for step in (4, 5, 6):
             with pytest.raises(DeadlineError):
-                watchdog.wait([Future()], name=f"training of step {step}", owner="rank", timeout_s=0.3)
+                watchdog.wait_for_all([Future()], name=f"training of step {step}", owner="rank", timeout_s=0.3)
             assert told == ["training of step 4", "training of step 6"][: 1 + (step == 6)], "one at a time"
             if step == 5:
                 go_on.set()
