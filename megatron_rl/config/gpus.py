@@ -1,12 +1,11 @@
 """GPU types known to the planner, and settings in conflict on GPUs."""
 
-import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.config.messages import joined_error
+from megatron_rl.config.messages import closest, joined_error
 from megatron_rl.errors import UserError
 from megatron_rl.system.process_variables import ALLOCATOR_VARIABLES
 
@@ -46,8 +45,8 @@ def find_gpu(name: str) -> Gpu:
     known = {key.lower(): gpu for key, gpu in GPUS.items()}
     if name.lower() in known:
         return known[name.lower()]
-    close = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.3)
-    hint = f"did you mean {known[close[0]].name}?" if close else "give one of them"
+    close = closest(name.lower(), known, cutoff=0.3)
+    hint = f"did you mean {known[close].name}?" if close else "give one of them"
     raise UserError(f"GPU type {name!r} is not known, known are {', '.join(GPUS)}; {hint}")
 
 

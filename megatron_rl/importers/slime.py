@@ -123,22 +123,23 @@ SHAPES = {
 }
 """Arguments that describe the model, and what config.json says; ... where they are not compared."""
 
+_ENTRIES = ("train.py", "train_async.py")
+
 
 def translate(script: Path, *, given: Mapping[str, str], model: Path | None) -> Translation:
     """Return the settings of the run that `script` starts. Raises UserError for a script without one and for another model."""
     read = Script(script, given=given)
-    command = next((words for words in read.commands if _entry(words) is not None), None)
+    starts = (words[index:] for words in read.commands for index, word in enumerate(words) if Path(word).name in _ENTRIES)
+    command = next(starts, None)
     if command is None:
         raise UserError(f"{script} starts no train.py, needs a run script of slime; give the script that calls train.py or train_async.py")
-    entry = _entry(command)
-    assert entry is not None, "found right above"
-    t = Translation(_arguments(command[entry + 1 :]))
+    t = Translation(_arguments(command[1:]))
     _objective(t)
     _batches(t)
     _processes(t)
     _rewards(t)
     _evaluation(t)
-    if Path(command[entry]).name == "train_async.py":
+    if Path(command[0]).name == "train_async.py":
         t.settings["rollout.max_staleness"] = 1
     t.apply(RULES)
     t.settings["data.shuffle"] = t.flag("rollout-shuffle")
@@ -155,10 +156,6 @@ def translate(script: Path, *, given: Mapping[str, str], model: Path | None) -> 
         t.words.pop(word)
         t.left[word] = "not known here; `megatron-rl train --help all` lists what is"
     return t
-
-
-def _entry(words: Sequence[str]) -> int | None:
-    return next((index for index, word in enumerate(words) if Path(word).name in ("train.py", "train_async.py")), None)
 
 
 def _arguments(words: Sequence[str]) -> dict[str, list[str]]:

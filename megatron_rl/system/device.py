@@ -1,7 +1,6 @@
 """The device layer: CPU or GPU, gloo or NCCL, copies to the device, and megatron-core's import."""
 
 import contextlib
-import importlib.metadata
 import importlib.util
 import logging
 import os
@@ -19,6 +18,7 @@ from torch import Tensor
 from megatron_rl.errors import UserError
 from megatron_rl.system.megatron_shims import CPU_SHIMS, TE_ABSENCE_MENDED_IN, hide_absent_te
 from megatron_rl.system.process_variables import RANK_VARIABLES
+from megatron_rl.system.versions import installed_version
 
 OLDEST_MEGATRON = (0, 16)
 NEWEST_MEGATRON = (0, 19)
@@ -47,10 +47,9 @@ def local_capability() -> tuple[int, int] | None:
 
 def megatron_version() -> tuple[int, int]:
     """Return megatron-core's (major, minor). Raises UserError for an unverified release."""
-    try:
-        text = importlib.metadata.version("megatron-core")
-    except importlib.metadata.PackageNotFoundError as error:
-        raise UserError("megatron-core is not installed, training needs it; install it with: pip install megatron-core") from error
+    text = installed_version("megatron-core")
+    if text is None:
+        raise UserError("megatron-core is not installed, training needs it; install it with: pip install megatron-core")
     major, minor = (int(part) for part in text.split(".")[:2])
     if not OLDEST_MEGATRON <= (major, minor) <= NEWEST_MEGATRON:
         raise UserError(f"megatron-core {text} is installed, needs 0.16 to 0.19; install one with: pip install 'megatron-core>=0.16,<0.20'")
@@ -63,15 +62,12 @@ def chosen_backends() -> dict[str, str]:
     The result is for printing. Apex is recognised by the extension `amp_C`, because the package
     named apex on PyPI is another project.
     """
-    chosen = {"torch": torch.__version__, "megatron-core": importlib.metadata.version("megatron-core")}
+    chosen = {"torch": torch.__version__, "megatron-core": installed_version("megatron-core") or "not installed"}
     for package, module in (("transformer-engine", "transformer_engine"), ("apex", "amp_C")):
         if importlib.util.find_spec(module) is None:
             chosen[package] = "not installed"
-            continue
-        try:
-            chosen[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            chosen[package] = "installed from source"
+        else:
+            chosen[package] = installed_version(package) or "installed from source"
     return chosen
 
 
