@@ -15,6 +15,7 @@ def words(tmp_path: Path, text: str, **given: str) -> list[list[str]]:
 
 CASES = {
     "quotes": ("""run 'a  b' "c  d" e\\ f 'g'"h"i ''""", ["run", "a  b", "c  d", "e f", "ghi", ""]),
+    "escapes in quotes": (r"""run "a\"b\$c\\d\ne" \$f""", ["run", r'a"b$c\d\ne', "$f"]),
     "variables": ('A=1\nB="x y"\nrun $A ${A}2 $B "$B" \'$B\'', ["run", "1", "12", "x", "y", "x y", "$B"]),
     "defaults": ('A=\nrun ${A:-x} ${A-y}z ${B:-"p q"} ${C:-${D:-deep}}', ["run", "x", "z", "p q", "deep"]),
     "arrays": (

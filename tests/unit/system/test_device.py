@@ -1,5 +1,6 @@
 """The device layer: what is chosen, and how megatron-core is imported."""
 
+import importlib.metadata
 import logging
 import os
 import subprocess
@@ -82,6 +83,18 @@ def test_unverified_releases_are_refused(version, monkeypatch):
 def test_verified_releases_are_accepted(version, monkeypatch):
     monkeypatch.setattr("importlib.metadata.version", lambda name: version)
     assert device.megatron_version() == (0, int(version.split(".")[1]))
+
+
+def test_an_absent_megatron_is_refused(monkeypatch):
+    def absent(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", absent)
+    with pytest.raises(UserError, match="megatron-core is not installed, training needs it; install it with: pip install megatron-core"):
+        device.megatron_version()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "amp_C" else object())
+    chosen = device.chosen_backends()
+    assert (chosen["transformer-engine"], chosen["apex"]) == ("installed from source", "not installed")
 
 
 def test_backends_are_named():
