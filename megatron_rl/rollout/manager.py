@@ -281,13 +281,7 @@ class RolloutManager:
             chosen, renewed = await self._take(missing, step=step, progress=progress)
             taken += chosen
             num_renewed += renewed
-            failures = [rollout_failures((each.group for each in groups), owner=self._maker.name) for groups in (chosen, taken)]
-            samples = self._settings.data.samples_per_prompt
-            self._failures.note(failures[0], total=samples * len(chosen), step=step + 1)
-            self._failures.check(failures[1], total=samples * len(taken))
-            # Of all rounds of the step: one call of a small round is no large share.
-            reward_calls = reward_failures([each.group for each in taken])
-            self._reward_failures.check(reward_calls[0], total=reward_calls[1])
+            self._check_failures(chosen, taken, step=step)
             missing = wanted - sum(each.kept if resamples else not each.failed for each in taken)
             if not missing:
                 break
@@ -312,6 +306,15 @@ class RolloutManager:
         surplus, num_renewed = (num_renewed, 0) if self._settings.rollout.order.partial else (0, num_renewed)
         tail = await self.production.leave_tail(step=step, shared=self._settings.runtime.colocate, num_surplus=surplus)
         return batch, {**self._metrics(taken, version=step), **self._watch.metrics(), "rollout/renewed_groups": Sum(num_renewed), **tail}
+
+    def _check_failures(self, chosen: Sequence[Chosen], taken: Sequence[Chosen], *, step: int) -> None:
+        """Note the failures of a round. Raises UserError for too many of all rounds: one call of a small round is no large share."""
+        rounds, samples = [[each.group for each in groups] for groups in (chosen, taken)], self._settings.data.samples_per_prompt
+        failures, calls = [rollout_failures(groups, owner=self._maker.name) for groups in rounds], list(map(reward_failures, rounds))
+        self._failures.note(failures[0], total=samples * len(chosen), step=step + 1)
+        self._failures.check(failures[1], total=samples * len(taken))
+        self._reward_failures.note(calls[0][0], total=calls[0][1], step=step + 1)
+        self._reward_failures.check(calls[1][0], total=calls[1][1])
 
     def _without_signal(self, taken: Sequence[Chosen], *, step: int) -> str:
         """Return the reason why a step cannot be filled with these groups."""
@@ -379,8 +382,6 @@ class RolloutManager:
         for group in groups:
             self._identical.add(group)
         self._identical.check(step=step, rollout=self._maker.name)
-        failures, num_calls = reward_failures(groups)
-        self._reward_failures.note(failures, total=num_calls, step=step + 1)
         return chosen, renewed + again
 
     # Held-out prompts

@@ -99,8 +99,7 @@ class Trainer:
                 training_state.check_on_ranks(partial(manifest.check, path, "weights"))
             build = partial(build_trained_model, model, training, self._spec, device=self._device, total_steps=total_steps)
             frozen = training.critic.warmup_steps if self._objective.has_critic else 0
-            steps = None if total_steps is None else total_steps - frozen
-            self._model = build(optimizer=training.optimizer, total_steps=steps)
+            self._model = build(optimizer=training.optimizer, total_steps=total_steps and total_steps - frozen)
             self._policy = passes.Policy(self._model.chunks, place, self._spec.vocab_size, temperature, training.routing_replay)
             self.critic = Critic(build, self._objective, training, place=place, dumps=dumps) if self._objective.has_critic else None
             keeps_reference = training.keeps_reference(self._objective)
