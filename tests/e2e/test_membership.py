@@ -185,8 +185,8 @@ class DyingClient(EngineClient):
         super().__init__(address, request_timeout_s=60, control_timeout_s=60)
         self._engine, self._after = engine, after
 
-    async def _control(self, path: str, body: dict[str, Any], *, timeout_s: float | None = None) -> Any:
-        call = asyncio.ensure_future(super()._control(path, body, timeout_s=timeout_s))
+    async def _control(self, path: str, body: Any, **options: Any) -> Any:
+        call = asyncio.ensure_future(super()._control(path, body, **options))
         if path.startswith("/update_weights_from"):
             self._after -= 1
         if self._after < 0:
