@@ -288,10 +288,12 @@ def _schedule(num_steps: int, training: TrainingSettings, *, has_critic: bool) -
     )
     if steps > MAX_INTEGER:
         yield f"{product}, more than {MAX_INTEGER}; lower run.num_steps"
-    if schedule.warmup_steps > steps:
+    own = steps - frozen
+    if schedule.warmup_steps > own > 0:
+        behind = f", {own} of them behind training.critic.warmup_steps" if frozen else ""
         yield (
-            f"training.schedule.warmup_steps is {schedule.warmup_steps}, but the run has {product}, so the learning rate would never "
-            f"reach its peak; set training.schedule.warmup_steps to {steps} or less"
+            f"training.schedule.warmup_steps is {schedule.warmup_steps}, but the run has {product}{behind}, so the learning rate would "
+            f"never reach its peak; set training.schedule.warmup_steps to {own} or less"
         )
     if frozen >= steps:
         yield (
@@ -305,7 +307,7 @@ def _schedule(num_steps: int, training: TrainingSettings, *, has_critic: bool) -
                 f"training.schedule.decay_steps is {schedule.decay_steps}, but decay_style {schedule.decay_style} {never}; "
                 f"remove decay_steps, or set training.schedule.decay_style to linear or cosine"
             )
-    elif schedule.warmup_steps <= steps and 0 < (last := schedule.decay_steps or steps - frozen) <= schedule.warmup_steps:
+    elif schedule.warmup_steps <= own and 0 < (last := schedule.decay_steps or own) <= schedule.warmup_steps:
         behind = f" behind training.critic.warmup_steps {frozen}" if frozen else ""
         yield (
             f"training.schedule: the rate is to reach its floor at optimizer step {last}{behind}, but warms up for "

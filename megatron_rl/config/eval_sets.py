@@ -22,14 +22,20 @@ class EvalSampling(Section):
     frequency_penalty: float | None = Field(None, ge=-2, le=2, description="Lowers a token's logit by this for each time it was generated.")
     presence_penalty: float | None = Field(None, ge=-2, le=2, description="Lowers the logit of every generated token by this, once.")
     repetition_penalty: float | None = Field(None, gt=0, le=2, description="Divides the logit of every earlier token by this.")
-    logit_bias: dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-100, le=100)]] | None = Field(
-        None, description="Numbers to add to the logits of tokens, by token id in quotes."
-    )
+    logit_bias: dict[int, float] | None = Field(None, description="Numbers to add to the logits of tokens, by token id in quotes.")
     max_response_tokens: int | None = Field(None, ge=1, description="Token budget of one answer of an engine.")
     stop: tuple[str, ...] | None = Field(None, description="Strings that end a response.")
     stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(
         None, description="Tokens that end a response besides end-of-sequence."
     )
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _some_bias(cls, value: dict[int, float] | None) -> dict[int, float] | None:
+        for token, bias in (value or {}).items():
+            if token < 0 or not -100 <= bias <= 100:
+                raise ValueError(f"adds {bias} to the logit of token {token}, needs numbers from -100 to 100 for ids >= 0")
+        return value
 
     def over(self, sampling: _Settings) -> _Settings:
         """Return the section rollout.sampling with these values in place of its own, as far as it has them."""

@@ -95,17 +95,16 @@ class FileRows:
 
         Raises UserError for rows that do not follow in the present order.
         """
-        if not any(self._pools):
-            return self.take(len(names))
         for name in names:
-            epoch, index = map(int, name.split("-"))
+            # Rows of a data.source have no epoch.
+            epoch, index = map(int, name.split("-")) if "-" in name else (0, len(self.rows))
             part = int(np.searchsorted(self._starts, index, side="right")) - 1
             size = self._starts[part + 1] - self._starts[part] if part < len(self._pools) else 0
             passed = epoch * size + 1 + np.flatnonzero(self._order(part, epoch) == index - self._starts[part])[0] if size else 0
             if passed <= self._passed[part if size else 0]:
                 raise UserError(
-                    f"prompt {name!r} of the buffer does not follow in the order of data.train, which pools need; restore run.seed, "
-                    "data.shuffle and data.train, or choose another run.directory"
+                    f"prompt {name!r} of the buffer does not follow in the order of data.train; restore run.seed, data.shuffle and "
+                    "data.train, or choose another run.directory"
                 )
             self._taken[part] += 1
             self._passed[part] = int(passed)
@@ -129,7 +128,7 @@ class FileRows:
         num_rows = "number of rows of data.train that data.max_prompt_tokens, data.max_bad_rows and reward.check_labels leave"
         names = {"digest": "content of data.train", "num_rows": num_rows}
         _check_same(state, self.state(), names | {"seed": "run.seed", "shuffle": "data.shuffle"})
-        self._taken, self._passed = list(state["taken"]), list(state["passed"])
+        self._taken, self._passed = list(state["taken"]), list(state.get("passed", state["taken"]))
 
 
 def _digest(sources: Sequence[DataFiles]) -> str:
@@ -168,8 +167,9 @@ class OwnRows:
         return named
 
     def follow(self, names: Sequence[str]) -> list[NamedRow]:
-        """Return the next rows, which are those of `names`."""
-        return self.take(len(names))
+        """Take the next rows, which are those of `names`; return none of a curriculum, which may have seen other rewards then."""
+        taken = self.take(len(names))
+        return [] if isinstance(self._source, Curriculum) else taken
 
     def see(self, mean_rewards: Callable[[int, int], Mapping[str, float]], *, step: int) -> None:
         """Show a curriculum the mean rewards of the prompts of new steps up to `step`.
@@ -207,7 +207,7 @@ class OwnRows:
         names = {"seed": "run.seed"} | {key: f"data.{key}" for key in ("source", "args", "prompt_key", "label_key")}
         _check_same(state, self.state(), names)
         self._call("taking back its state", lambda: setattr(self._source, "state", state["own"]))
-        self._num_taken, self._seen_step = state["taken"], state["seen"]
+        self._num_taken, self._seen_step = state["taken"], state.get("seen", 0)
 
     def _rows(self, source: DataSource, count: int, *, start: int) -> list[Row]:
         records = self._call(f"giving {counted(count, 'row')}", lambda: source.next_rows(count))

@@ -121,7 +121,7 @@ def report_status(directory: Path) -> RunReport:
         usual_tokens_per_second=statistics.median(speeds) if speeds else None,
         metrics=rows[step] if rows else {},
         restarts=round(sum(row.get("engine/restarts", 0.0) for row in rows.values())),
-        disk_to_come=_disk_to_come(settings.run, step=step, num_steps=num_steps) if goes_on and settings is not None else None,
+        disk_to_come=_disk_to_come(directory, settings.run, step=step, num_steps=num_steps) if goes_on and settings is not None else None,
         disk_free=free_bytes(directory),
         advice=advise(
             rows,
@@ -184,9 +184,9 @@ def _speeds(rows: Mapping[int, Mapping[str, float]]) -> list[float]:
     return []
 
 
-def _disk_to_come(run: RunSettings, *, step: int, num_steps: int | None) -> int | None:
+def _disk_to_come(directory: Path, run: RunSettings, *, step: int, num_steps: int | None) -> int | None:
     """Return the bytes that checkpoints, exports and the buffer of a run still take, None before the first checkpoint."""
-    saved = checkpoint_paths(run.directory)
+    saved = checkpoint_paths(directory)
     if not saved or not step or num_steps is None:
         return None
     each, exported = (sum(path.stat().st_size for path in place.rglob("*") if path.is_file()) for place in (saved[-1], saved[-1] / "hf"))
@@ -194,7 +194,7 @@ def _disk_to_come(run: RunSettings, *, step: int, num_steps: int | None) -> int 
     kept = sum(1 for due in later if run.keep_interval and due % run.keep_interval == 0)
     # One more than those that are kept, while it is written.
     passing = min(len(later), max(0, run.keep_checkpoints + 1 - len(saved)))
-    buffer = run.directory / BUFFER_FILE
+    buffer = directory / BUFFER_FILE
     growth = buffer.stat().st_size / step * (num_steps - step) if buffer.is_file() else 0
     exports = num_steps // run.export_interval - step // run.export_interval if run.export_interval else 0
     return round(each * max(kept, passing) + exported * exports + growth)

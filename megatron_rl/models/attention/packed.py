@@ -122,7 +122,7 @@ def _attend_bucket(
     for part, part_queries in zip(bucket.parts, queries.split([part.query_length for part in bucket.parts], dim=2), strict=True):
         part_keys, part_values = (x.narrow(2, part.first_key, part.key_length) for x in (keys, values))
         short = part.key_length <= _SHORT_KEYS and query.device.type == "cpu"
-        attend_part = _attend_alike if invariant else _attend_short if short else _attend_long
+        attend_part = _attend_alike if invariant and query.device.type == "cpu" else _attend_short if short else _attend_long
         if sinks is None:
             output = attend_part(part_queries, part_keys, part_values, part, scale)
         else:

@@ -37,6 +37,10 @@ CORRECTED = ["objective.off_policy={mode: truncate, high: 2.0}"]
             ["training.max_tokens_per_micro_batch=1000"],
             "1024 = 2048 tokens, but a micro-batch holds training.max_tokens_per_micro_batch 1000 × cp 1",
         ),
+        (
+            ["run.num_steps=10", "objective.preset=ppo", "training.critic.warmup_steps=6", "training.schedule.warmup_steps=5"],
+            "4 of them behind training.critic.warmup_steps, so the learning rate would never reach its peak",
+        ),
         (["rollout.sglang.context_length=2047"], "2048 tokens, but rollout.sglang.context_length is 2047; raise it"),
         (["rollout.sglang.max_total_tokens=512"], "2048 tokens, but rollout.sglang.max_total_tokens is 512; raise it"),
         (

@@ -83,3 +83,10 @@ def test_the_readme_lists_every_setting_of_a_set() -> None:
 def test_stop_strings_of_a_set_are_looked_for(settings_with: Callable[..., Settings]) -> None:
     every = [settings_with(), settings_with("rollout.sampling.stop=[x]"), settings_with("eval.sets.a={data: x, sampling: {stop: [x]}}")]
     assert [settings.eval.has_stop_strings(settings.rollout.sampling) for settings in every] == [False, True, True]
+
+
+@pytest.mark.parametrize(("token", "bias"), [(5, 200), (-1, 2)])
+def test_a_bias_is_bounded(settings_with: Callable[..., Settings], token: int, bias: int) -> None:
+    got = f"adds {bias}.0 to the logit of token {token}, needs numbers from -100 to 100"
+    with pytest.raises(UserError, match=f"sampling.logit_bias: {got}"):
+        settings_with(f"eval.sets.a={{data: x, sampling: {{logit_bias: {{'{token}': {bias}}}}}}}")

@@ -1,5 +1,6 @@
 """Rows by difficulty: pools of a source, and a source that sees the rewards of its rows."""
 
+import asyncio
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,15 +12,22 @@ import numpy as np
 import pytest
 
 from megatron_rl.config.data_settings import DataFiles, DataSettings
+from megatron_rl.config.settings import RolloutSettings
 from megatron_rl.data.buffer import Buffer
 from megatron_rl.data.position import position_of, rewind
 from megatron_rl.data.row_source import FileRows, OwnRows
 from megatron_rl.data.row_table import BadRows
 from megatron_rl.data.source import PromptSource
+from megatron_rl.engines.engine_pool import EnginePool
 from megatron_rl.errors import UserError
+from megatron_rl.rollout.production import Production
 from megatron_rl.types import Group, Prompt, Reward, RewardOutcome, Sample
 
 POOLS = ({"max_reward": 0.1, "chance": 0.5}, {"min_reward": 0.9, "chance": 0.2})
+
+
+def sources_of(*paths: Path, pools: Any = POOLS) -> list[DataFiles]:
+    return [DataFiles(path=path, pools=pools) for path in paths]
 
 
 def rows_of(path: Path, *, size: int = 200, pools: Any = POOLS, seed: int = 3, shuffle: bool = True) -> FileRows:
@@ -59,6 +67,8 @@ def test_rows_come_by_the_pool_of_their_last_reward(tmp_path: Path) -> None:
     assert epochs >= {1, 2, 3, 4} and len(set(taken)) == 1400
     shares = [np.mean([sum(index % 4 == kind for at, index in taken if at == epoch) / 100 for epoch in (1, 2, 3, 4)]) for kind in range(4)]
     assert shares[1] == shares[3] == 1 and abs(shares[0] - 0.5) < 0.08 and abs(shares[2] - 0.2) < 0.08
+    unsolved = [{index for at, index in taken if at == epoch and index % 4 == 0} for epoch in (1, 2)]
+    assert len(unsolved[0] & unsolved[1]) < 40, "other rows in another epoch"
 
 
 @pytest.mark.parametrize(("pools", "expected"), [(({"chance": 0.01},), 0.01), (({"min_reward": 1, "chance": 0.3}, {"chance": 1}), 0.3)])
@@ -121,11 +131,59 @@ def test_a_killed_run_takes_the_rows_of_an_unhurt_one(tmp_path: Path, ahead: int
 
 def test_rows_in_another_order_are_not_followed(tmp_path: Path) -> None:
     run(tmp_path, steps=range(8), position=None, ahead=0)
-    for changes in ({"seed": 4}, {"shuffle": False}):
+    for changes in ({"seed": 4}, {"shuffle": False}, {"seed": 4, "pools": ()}):
         with opened(tmp_path, **changes) as (source, buffer), pytest.raises(UserError, match=r"does not follow .* restore run\.seed"):
             rewind(source, buffer, step=0, position=None)
     with pytest.raises(UserError, match="does not follow"):
         rows_of(tmp_path / "b.jsonl", size=3).follow(["0-7"])
+    with pytest.raises(UserError, match="prompt '1' of the buffer does not follow"):
+        rows_of(tmp_path / "b.jsonl", size=3).follow(["1"])
+
+
+def test_a_run_goes_on_without_its_pools(tmp_path: Path) -> None:
+    _, position = run(tmp_path, steps=range(6), position=None, ahead=0)
+    before, _ = run(tmp_path, steps=range(6, 9), position=position, ahead=0, kill=True)
+    with opened(tmp_path, pools=()) as (source, buffer):
+        rewind(source, buffer, step=6, position=position)
+        assert buffer.ids_after(0) == before, "what was taken is taken again, whatever the pools"
+        names = [prompt.id for prompt in source.next_prompts(24)]
+        assert not set(names) & set(before) and len(set(names)) == 24
+
+
+def test_rows_that_were_taken_count_for_the_mixture(tmp_path: Path) -> None:
+    paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for path in paths:
+        path.write_text("".join(json.dumps({"prompt": str(number)}) + "\n" for number in range(5)))
+    settings = DataSettings(train=tuple(sources_of(*paths)))
+    one, other = (FileRows(settings.sources, settings=settings, seed=1, need_response=False, bad=BadRows(0)) for _ in range(2))
+    names = [name for name, _ in one.take(7)]
+    assert [name for name, _ in other.follow(names)] == names and other.state() == one.state()
+    assert [name for name, _ in other.take(9)] == [name for name, _ in one.take(9)]
+    old = {name: value for name, value in one.state().items() if name != "passed"}
+    other.restore(old)
+    assert other.state() == one.state(), "nothing was left out by a run without pools"
+
+
+def test_production_hands_on_the_rewards_of_whole_steps(tmp_path: Path) -> None:
+    seen: list[float | None] = []
+
+    class Source:
+        def next_prompts(self, count: int, *, mean_reward: Callable[[str], float | None]) -> list[Prompt]:
+            seen.append(mean_reward("0-0"))
+            return [Prompt(f"1-{len(seen)}", np.array([1]), "") for _ in range(count)]
+
+    async def begin(buffer: Buffer) -> None:
+        options: dict[str, Any] = {"pool": EnginePool(max_requests=1), "source": Source(), "buffer": buffer}
+        made = Production(None, RolloutSettings(), **options, per_step=1, num_steps=9, forecasts=False)  # type: ignore[arg-type]
+        buffer.take_pending = lambda *_, **__: []  # type: ignore[method-assign]
+        for step, waiting in ((2, 1), (3, 2)):
+            made._begin_groups(waiting, step=step)
+
+    with Buffer(tmp_path / "buffer.sqlite") as buffer:
+        buffer.add_prompts([Prompt("0-0", np.array([1]), "0")])
+        train(buffer, lambda prompt: (1.0, 0.0), step=3, count=1)
+        asyncio.run(begin(buffer))
+    assert seen == [None, 0.5], "step 3 is not whole while it takes groups"
 
 
 def test_mean_rewards_are_of_trajectories(tmp_path: Path) -> None:
@@ -162,7 +220,7 @@ def test_a_source_sees_rewards_at_checkpoints(tmp_path: Path, monkeypatch: pytes
     def source() -> PromptSource:
         made = PromptSource.__new__(PromptSource)
         made.rows = OwnRows(settings=settings, seed=1, need_response=False)
-        made._prompts = lambda named: [Prompt(name, np.array([1]), row.prompt) for name, row in named]  # type: ignore[method-assign]
+        made._prompts = lambda named: [Prompt(name, np.array([*row.prompt.encode()]), row.prompt) for name, row in named]  # type: ignore[method-assign]
         return made
 
     with Buffer(tmp_path / "buffer.sqlite") as buffer:
@@ -180,6 +238,12 @@ def test_a_source_sees_rewards_at_checkpoints(tmp_path: Path, monkeypatch: pytes
         again = source()
         rewind(again, buffer, step=1, position=position)
         assert [prompt.text for prompt in again.next_prompts(1)] == ["2+7="], "what was drawn is drawn alike, nothing new is seen"
+        # An older place, from before a reward was seen: the buffer keeps the rows that were drawn after it.
+        older = source()
+        rewind(older, buffer, step=0, position={**position, "own": {"at": 0, "level": 0}, "taken": 0, "num_groups": 0, "num_consumed": 0})
+        assert [group.prompt.text for group in buffer.groups(buffer.ids_after(0))] == [
+            f"{level}+{number}=" for number, level in enumerate([0] * 4 + [2] * 3)
+        ]
         assert buffer.counts().total == 7
 
 

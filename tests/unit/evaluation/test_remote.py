@@ -70,7 +70,9 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 def test_a_served_model_is_measured_by_the_same_code(server: Server, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    sets = f"eval.sets.rows={{data: {tmp_path}/rows.jsonl, sampling: {{top_k: 7, stop: [x], stop_token_ids: [5]}}}}"
+    sets = (
+        f"eval.sets.rows={{data: {tmp_path}/rows.jsonl, sampling: {{top_k: 7, logit_bias: {{'5': -3}}, stop: [x], stop_token_ids: [5]}}}}"
+    )
     given = load_settings(None, [sets, "rollout.sampling.temperature=0.5", *UNTRAINED, "model.path=its/name"])
     (result,) = asyncio.run(evaluate_url(with_options(given, samples=2, out=tmp_path / "out"), url=server.url))
     assert (result.estimates["accuracy"].value, result.estimates["accuracy"].num) == (0.5, 2)
@@ -84,7 +86,7 @@ def test_a_served_model_is_measured_by_the_same_code(server: Server, tmp_path: P
     assert len(server.asked) == 1 + 6 and {key for _, _, key in server.asked} == {"Bearer secret"}
     path, fields, _ = next(each for each in server.asked if "messages" in each[1])
     expected = {"model": "its/name", "temperature": 0.5, "top_p": 1.0, "top_k": 7, "stop": ["x"], "max_tokens": 1024}
-    expected |= {"no_stop_trim": True, "include_stop_str_in_output": True, "stop_token_ids": [5]}
+    expected |= {"no_stop_trim": True, "include_stop_str_in_output": True, "stop_token_ids": [5], "logit_bias": {"5": -3.0}}
     assert path == "/v1/chat/completions" and expected.items() <= fields.items() and "min_p" not in fields
     assert json.loads(result.path.read_text())["facts"]["engine"] is None
 

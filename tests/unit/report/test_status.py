@@ -146,7 +146,7 @@ def test_watching_ends_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_disk_to_come_counts_checkpoints_and_the_buffer(tmp_path: Path) -> None:
     put_state(tmp_path)
     put_rows(tmp_path)
-    run = f"{{directory: {tmp_path}, num_steps: 12, save_interval: 2, keep_checkpoints: 3, export_interval: 3}}"
+    run = "{directory: runs/elsewhere, num_steps: 12, save_interval: 2, keep_checkpoints: 3, export_interval: 3}"
     given = f"run: {run}\nmodel: {{path: m}}\ndata: {{train: t}}\n"
     (tmp_path / "settings.yaml").write_text(given)
     saved = tmp_path / "checkpoints" / "step-000002"
