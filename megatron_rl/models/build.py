@@ -96,7 +96,7 @@ def build_model(spec: ModelSpec, config: TransformerConfig, *, attention: Attent
     if config.batch_invariant_mode and device.type == "cuda":
         from megatron.core.transformer.custom_layers.batch_invariant_kernels import enable_batch_invariant_mode
 
-        # Attention alone follows the field; upstream's training script calls this for the other kernels.
+        # megatron-core's attention follows the field by itself, its other kernels this call, for the whole process.
         enable_batch_invariant_mode()
     for chunk in chunks:
         chunk.to(device)
