@@ -1,9 +1,11 @@
 """The body of a rank: load the test file by its path, call the function, leave its result."""
 
 import importlib.util
+import multiprocessing
 import os
 import pickle
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,21 @@ from typing import Any
 def rank_main(directory: Path, rank: int, variables: Mapping[str, str]) -> None:
     """Run the call in `directory` as this rank, with these variables; the output goes to the rank's log."""
     os.setsid()
+    threading.Thread(target=_die_with_the_tests, daemon=True).start()
     os.environ.clear()
     os.environ.update(variables)
     with (directory / f"rank{rank}.log").open("wb") as log, open(os.devnull, "rb") as nothing:
         for number, file in enumerate((nothing, log, log)):
             os.dup2(file.fileno(), number)
     _call(directory, rank)
+
+
+def _die_with_the_tests() -> None:
+    """End this rank when the process of the tests ends; the parent is a fork server, which outlives it."""
+    tests = multiprocessing.parent_process()
+    assert tests is not None
+    tests.join()
+    os._exit(1)
 
 
 def _call(directory: Path, rank: int) -> None:
