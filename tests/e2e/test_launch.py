@@ -66,7 +66,7 @@ def test_every_script_has_a_model_and_settings_beside_it() -> None:
     assert {path.stem for path in LAUNCH.glob("*.yaml")} == set(MODELS)
 
 
-@pytest.mark.parametrize("name", [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.slow) for name in MODELS])
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_a_dry_run_fits_and_the_header_says_how_much(name: str, environment: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     shutil.copy(CONFIGS / f"{MODELS[name]}.json", tmp_path / "model" / "config.json")
@@ -150,7 +150,7 @@ def test_scripts_stop_nothing_by_name() -> None:
         assert re.search(r"\b(pkill|killall|ray stop|scancel)\b(?! or)", _code(path)) is None, f"{path} may stop what it did not start"
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_a_multiple_of_the_nodes_is_filled(name: str, environment: dict[str, str], tmp_path: Path) -> None:
     _executable(tmp_path / "venv" / "bin" / "python", "printf '%s\\n' \"$@\"")
 

@@ -76,7 +76,7 @@ def test_no_step_is_made_on_samples_that_were_changed(task: Path, tmp_path: Path
     assert sorted(path.name for path in (directory / "checkpoints").iterdir()) == ["step-000001"]
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+@pytest.mark.parametrize(("number", "status"), [pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow), (signal.SIGTERM, 75)])
 def test_a_signal_leaves_a_checkpoint_and_no_process(
     task: Path, tmp_path: Path, start: Callable[..., Any], number: signal.Signals, status: int
 ) -> None:
