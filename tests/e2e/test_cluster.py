@@ -257,19 +257,26 @@ def test_a_run_over_three_nodes(task: Path, tmp_path: Path, start: Callable[...,
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_an_engine_on_two_nodes_returns_as_one(task: Path, tmp_path: Path, start: Callable[..., Any], cluster: Callable[..., str]) -> None:
-    """A rank on a node, an engine on two others, asynchronous; its second server is killed, and both come back with current weights."""
+@pytest.mark.parametrize(("fault", "says"), [("killed", "killed by signal 9"), ("stopped", "its processes did no work")])
+def test_an_engine_on_two_nodes_returns_as_one(
+    task: Path, tmp_path: Path, start: Callable[..., Any], cluster: Callable[..., str], fault: str, says: str
+) -> None:
+    """A rank on a node, an engine on two others, asynchronous: its second server fails, and both come back with current weights."""
     directory, sglang = tmp_path / "run", ("rollout.sglang.tp_size=2", "rollout.sglang.nnodes=2")
-    words = (*sglang, "training.topology.num_ranks=1", "run.num_steps=14", "rollout.max_staleness=1", "run.save_interval=0")
+    words = (*sglang, "training.topology.num_ranks=1", "run.num_steps=14", "rollout.max_staleness=1", "objective.proximal=rollout")
     run = start(*rl_arguments(task, directory, *words), "--ray-address", cluster("1,0", "1,0", "1,0"))
-    run.wait_until(lambda: (directory / "metrics.jsonl").exists() and 1 in metrics(directory), what="a step")
+    run.wait_until(lambda: (directory / "metrics.jsonl").exists() and 1 in metrics(directory), what="a step", timeout_s=400)
     before = _servers(directory)
-    before[1].kill()
-    run.wait_for("engine 0 is back after")
+    if fault == "killed":
+        before[1].kill()
+    else:
+        (scheduler,) = (each for each in before[1].children() if each.name().startswith("sglang::scheduler_TP1"))
+        scheduler.suspend()
+    run.wait_for("engine 0 is back after", timeout_s=400)
     assert not any(server.is_running() for server in before)
     after = _servers(directory)
     assert run.wait() == 0, run.output
-    assert "engine 0 is started again" in run.output and "killed by signal 9" in run.output
+    assert "engine 0 is started again" in run.output and says in run.output
     assert psutil.wait_procs(after, timeout=30)[1] == []
     steps = metrics(directory)
     assert sorted(steps)[-1] == 14 and all(row["train/log_prob_diff"] < 1e-3 for row in steps.values() if "train/log_prob_diff" in row)
@@ -282,9 +289,9 @@ def test_an_engine_shares_the_slots_of_ranks_on_two_nodes(
 ) -> None:
     """Each rank gives its memory to the engine's server beside it; the death of the second server ends the run in a sentence."""
     directory, sglang = tmp_path / "run", ("rollout.sglang.tp_size=2", "rollout.sglang.nnodes=2")
-    words = (*sglang, "training.topology.num_ranks=2", "run.num_steps=40", "runtime.colocate=true", "run.save_interval=0")
+    words = (*sglang, "training.topology.num_ranks=2", "run.num_steps=40", "runtime.colocate=true")
     run = start(*rl_arguments(task, directory, *words), "--ray-address", cluster("1,0", "1,0"))
-    run.wait_until(lambda: (directory / "metrics.jsonl").exists() and 3 in metrics(directory), what="three steps")
+    run.wait_until(lambda: (directory / "metrics.jsonl").exists() and 3 in metrics(directory), what="three steps", timeout_s=400)
     servers = _servers(directory)
     servers[1].kill()
     assert run.wait() != 0 and "killed by signal 9" in run.output

@@ -54,11 +54,11 @@ def arguments_of(model: Path, device_kind: str) -> dict[str, object]:
 
 @pytest.fixture
 def make_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine]]:
-    made: list[Engine] = []
+    made, python = list[Engine](), sys.executable
 
     def make(*, failures: int = 0, seconds: float = 0.0, nnodes: int = 1, **options: Any) -> Engine:
         program = tmp_path / "server"
-        program.write_text(SERVER.format(python=sys.executable, failures=failures, seconds=seconds))
+        program.write_text(SERVER.format(python=python, failures=failures, seconds=seconds))
         program.chmod(0o755)
         monkeypatch.setattr(module.sys, "executable", str(program))
         made.append(Engine(arguments_of(tmp_path, "cpu") | {"nnodes": nnodes}, log_path=tmp_path / "log", **options))
