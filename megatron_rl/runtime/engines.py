@@ -123,7 +123,7 @@ class EngineWorker:
         if hangs:
             # The main process on another node never does work.
             looks = [other.is_still.remote(**{**hang, "answers": True}) for other in self._others]
-            if not (self._engine.is_still(**hang) or any(ray.get(looks))):
+            if not (self._engine.is_still(**hang) or any(ray.get(looks, timeout=ENGINES_STOP_S))):
                 return
         self._fault = fault
         self._stop_all()

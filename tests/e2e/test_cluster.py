@@ -257,13 +257,27 @@ def test_a_run_over_three_nodes(task: Path, tmp_path: Path, start: Callable[...,
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("fault", "says"), [("killed", "killed by signal 9"), ("stopped", "its processes did no work")])
+@pytest.mark.parametrize(
+    ("fault", "says", "weights"),
+    [
+        ("killed", "killed by signal 9", ()),
+        ("stopped", "its processes did no work", ("weights.delta=true", "weights.transport=disk")),
+    ],
+    ids=["killed, broadcast", "stopped, deltas by disk"],
+)
 def test_an_engine_on_two_nodes_returns_as_one(
-    task: Path, tmp_path: Path, start: Callable[..., Any], cluster: Callable[..., str], fault: str, says: str
+    task: Path, tmp_path: Path, start: Callable[..., Any], cluster: Callable[..., str], fault: str, says: str, weights: tuple[str, ...]
 ) -> None:
     """A rank on a node, an engine on two others, asynchronous: its second server fails, and both come back with current weights."""
     directory, sglang = tmp_path / "run", ("rollout.sglang.tp_size=2", "rollout.sglang.nnodes=2")
-    words = (*sglang, "training.topology.num_ranks=1", "run.num_steps=14", "rollout.max_staleness=1", "objective.proximal=rollout")
+    words = (
+        *sglang,
+        "training.topology.num_ranks=1",
+        "run.num_steps=14",
+        "rollout.max_staleness=1",
+        "objective.proximal=rollout",
+        *weights,
+    )
     run = start(*rl_arguments(task, directory, *words), "--ray-address", cluster("1,0", "1,0", "1,0"))
     run.wait_until(lambda: (directory / "metrics.jsonl").exists() and 1 in metrics(directory), what="a step", timeout_s=400)
     before = _servers(directory)
