@@ -293,7 +293,7 @@ def test_an_engine_on_two_nodes_returns_as_one(
     assert "engine 0 is started again" in run.output and says in run.output
     assert psutil.wait_procs(after, timeout=30)[1] == []
     steps = metrics(directory)
-    assert sorted(steps)[-1] == 14 and all(row["train/log_prob_diff"] < 1e-3 for row in steps.values() if "train/log_prob_diff" in row)
+    assert max(steps) == 14 and _agrees(steps)
 
 
 @pytest.mark.slow
@@ -310,7 +310,13 @@ def test_an_engine_shares_the_slots_of_ranks_on_two_nodes(
     servers[1].kill()
     assert run.wait() != 0 and "killed by signal 9" in run.output
     assert psutil.wait_procs(servers, timeout=30)[1] == []
-    assert all(row["train/log_prob_diff"] < 1e-3 for row in metrics(directory).values() if "train/log_prob_diff" in row)
+    assert _agrees(metrics(directory))
+
+
+def _agrees(steps: dict[int, dict[str, float]]) -> bool:
+    """Return True when the engine scored fixed tokens as the ranks do, after every sync of the `steps`."""
+    scored = [row["weights/scored_mean"] for row in steps.values() if "weights/scored_mean" in row]
+    return len(scored) >= 3 and max(scored) <= 1e-4
 
 
 def _servers(directory: Path) -> list[psutil.Process]:
