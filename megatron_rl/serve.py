@@ -35,6 +35,8 @@ def serve(model: Path, arguments: Mapping[str, Any], *, host: str, port: int) ->
     if not host:
         raise UserError("--host is empty, needs an address of this machine, such as 127.0.0.1")
     validate_server_args(arguments)
+    if arguments.get("nnodes", 1) > 1:
+        raise UserError(f"nnodes is {arguments['nnodes']}, needs 1: serve starts one server, here; remove it, and lower tp_size")
     check_tensor_parallel(arguments, read_config(model), origin=str(model / "config.json"))
     chats = load_tokenizer(model).chat_template is not None
     kind = local_device().kind

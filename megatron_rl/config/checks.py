@@ -164,8 +164,16 @@ def _engines(sglang: Mapping[str, Any]) -> Iterator[str]:
     if isinstance(stages := sglang.get("pp_size"), int) and stages > 1:
         yield (
             f"rollout.sglang.pp_size is {stages}, needs 1: a weight sync finds an engine's ranks by their tensor parallel number, which "
-            "those of two stages share; remove it, and set rollout.sglang.tp_size to the GPUs of an engine"
+            "those of two stages share, and is answered by the first stage alone; remove it, and set rollout.sglang.tp_size to the GPUs "
+            "of an engine, which may be on several nodes (nnodes)"
         )
+    nodes = sglang.get("nnodes", 1)
+    for name in ("dp_size", "attn_dp_size"):
+        if nodes > 1 and isinstance(copies := sglang.get(name), int) and copies > 1:
+            yield (
+                f"rollout.sglang.{name} is {copies} with nnodes {nodes}, needs 1: SGLang opens the store at which the ranks of such an "
+                "engine meet to every interface of a node, without a secret; remove it, or let tp_size fit on one node and remove nnodes"
+            )
     for name in ("quantization", "torchao_config"):
         if sglang.get(name):
             yield (

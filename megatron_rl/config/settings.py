@@ -137,7 +137,9 @@ class RolloutSettings(Section):
     timeout_s: Seconds = Field(1800.0, description="Deadline of an attempt at a prompt's samples, without waits for an engine, in seconds.")
     max_error_rate: float = Field(0.25, ge=0, le=1, description="Share of a step's trajectories that fail above which the run stops.")
     filter: FilterSettings | None = Field(None, description="Your own choice of the groups to train on; all of them when not set.")
-    sglang: dict[str, Any] = Field(default_factory=dict, description="SGLang's arguments, by their own names; an engine has tp_size GPUs.")
+    sglang: dict[str, Any] = Field(
+        default_factory=dict, description="SGLang's arguments, by their own names; an engine has tp_size GPUs on nnodes nodes."
+    )
 
     @property
     def is_single_turn(self) -> bool:
@@ -162,12 +164,23 @@ class RolloutSettings(Section):
         size = value.get("tp_size", 1)
         if type(size) is not int or not 1 <= size <= 2**10:
             raise ValueError(f"rollout.sglang.tp_size is {size!r}, needs an integer from 1 to {2**10}, the GPUs of an engine; change it")
+        nodes = value.get("nnodes", 1)
+        if type(nodes) is not int or nodes < 1 or size % nodes:
+            raise ValueError(
+                f"rollout.sglang.nnodes is {nodes!r}, needs a divisor of tp_size {size}: an engine has as many GPUs on each of its nodes; "
+                f"change it"
+            )
         return value
 
     @property
     def ranks_per_engine(self) -> int:
         """Number of processes of one engine that hold weights, on GPUs one each."""
         return int(self.sglang.get("tp_size", 1))
+
+    @property
+    def nodes_per_engine(self) -> int:
+        """Number of nodes of one engine, each with a server."""
+        return int(self.sglang.get("nnodes", 1))
 
 
 class RewardSettings(Section):

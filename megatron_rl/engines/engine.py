@@ -1,4 +1,8 @@
-"""One SGLang server as a child process: start, readiness, watch, and stop with all descendants."""
+"""One SGLang server as a child process: start, readiness, watch, and stop with all descendants.
+
+An engine on several nodes has a server on each. The one of node rank 0 answers for all; the others
+meet it at an address of its machine and serve no requests.
+"""
 
 import errno
 import http.client
@@ -13,8 +17,8 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -48,13 +52,16 @@ class EngineAddress:
     max_total_tokens: int  # of the key-value pool, shared by all running requests
     has_tokenizer: bool  # without one there are no stop strings
     mixture: MixtureShape | None = None  # when the server records the experts of tokens
+    hosts: tuple[str, ...] = ()  # of all nodes of an engine on several, in the order of its ranks
 
 
 class Engine:
     """One SGLang server. The server ends with the process that made this object, also after a kill.
 
     `arguments` are those of `server_arguments`. `log_path` gets all output of the server; `gpu_ids`
-    are the visible GPUs; `host` is the address to bind; `port` None chooses a free one.
+    are the visible GPUs; `host` is the address to bind; `port` None chooses a free one. On the
+    nodes of one engine, servers of a `node_rank` meet at the `meeting_point` of the first.
+    `check_others` raises where another server of the engine does not run.
     """
 
     def __init__(
@@ -66,13 +73,21 @@ class Engine:
         host: str = "127.0.0.1",
         port: int | None = None,
         mixture: MixtureShape | None = None,
+        node_rank: int = 0,
+        meeting_point: str | None = None,
+        check_others: Callable[[], None] = lambda: None,
     ) -> None:
-        self._gpu_ids, self._log_path, self._host, self._mixture = gpu_ids, log_path, host, mixture
+        self._gpu_ids, self.host, self._mixture, self._check_others = gpu_ids, host, mixture, check_others
+        self._log_path = log_path.with_stem(f"{log_path.stem}-node-{node_rank}") if node_rank else log_path
         self._vocab_size = _vocab_size(Path(arguments["model_path"]))
         self.api_key = secrets.token_urlsafe(24)
         port = free_port(host) if port is None else check_port(host, port)
         self.url = f"http://{host}:{port}"
         self._arguments = {**arguments, "host": host, "port": port, "api_key": self.api_key}
+        self.meeting_point = meeting_point
+        if self._arguments.get("nnodes", 1) > 1:
+            self.meeting_point = meeting_point or f"{host}:{self._arguments.get('nccl_port') or free_port(host, but=port)}"
+            self._arguments |= {"node_rank": node_rank, "dist_init_addr": self.meeting_point}
         self._process: subprocess.Popen[bytes] | None = None
         self._scratch: Scratch | None = None
         self._served = False
@@ -88,6 +103,27 @@ class Engine:
         Raises EngineError for a dead server, and DeadlineError after `timeout_s`, both with the tail
         of the log; the server is then stopped.
         """
+        with self._starting("/ready", timeout_s=timeout_s) as wait:
+            # On a loaded machine these take as long as a generation.
+            models, server = (json.loads(wait(path)) for path in ("/v1/models", "/server_info"))
+            return EngineAddress(
+                url=self.url,
+                api_key=self.api_key,
+                vocab_size=self._vocab_size,
+                context_length=int(models["data"][0]["max_model_len"]),
+                max_total_tokens=int(server["max_total_num_tokens"]),
+                has_tokenizer=not self._arguments["skip_tokenizer_init"],
+                mixture=self._mixture,
+            )
+
+    def follow(self, *, timeout_s: float = START_S) -> None:
+        """As `start` for a server of node rank 1 or more, which has its share of the model when its health endpoint answers."""
+        with self._starting("/health", timeout_s=timeout_s):
+            pass
+
+    @contextmanager
+    def _starting(self, path: str, *, timeout_s: float) -> Iterator[Callable[[str], bytes]]:
+        """Start the server, wait for `path`, and yield the wait for others; stop the server after a failure."""
         if self._process is not None:
             raise EngineError(f"the engine at {self.url} was started before; make a new Engine")
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -107,26 +143,16 @@ class Engine:
             with self._process.stdin as orders:
                 orders.write(json.dumps(self._arguments).encode())
             wait = partial(self._wait_for, until_s=time.monotonic() + timeout_s, timeout_s=timeout_s)
-            wait("/ready", request_s=ENGINE_READY_S)
-            # On a loaded machine these take as long as a generation.
-            models, server = (json.loads(wait(path)) for path in ("/v1/models", "/server_info"))
+            wait(path, request_s=ENGINE_READY_S)
+            yield wait
             self._scratch.note(shared_memory_of(_group_members(self._process.pid)))
             self._served = True
-            return EngineAddress(
-                url=self.url,
-                api_key=self.api_key,
-                vocab_size=self._vocab_size,
-                context_length=int(models["data"][0]["max_model_len"]),
-                max_total_tokens=int(server["max_total_num_tokens"]),
-                has_tokenizer=not self._arguments["skip_tokenizer_init"],
-                mixture=self._mixture,
-            )
         except BaseException:
             self.stop()
             raise
 
     def check(self) -> None:
-        """Raise EngineError with the tail of the server's log when the server is not running."""
+        """Raise EngineError with the tail of the server's log when the server, or another one of the engine, is not running."""
         if self._process is None:
             raise EngineError(f"the engine at {self.url} was not started")
         status = self._process.poll()
@@ -134,6 +160,7 @@ class Engine:
             cause = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
             kind = EngineDiedError if status < 0 or self._served else EngineError
             raise kind(f"the SGLang server at {self.url} died ({cause}){self._log_tail()}")
+        self._check_others()
 
     def is_still(self, *, answers: bool, waits: bool = False) -> bool:
         """Return True when a scheduler does no work for LOOK_S seconds, or where the server `answers` nothing, the server.
@@ -176,7 +203,7 @@ class Engine:
         if self._arguments["device"] == "cuda":
             environment = NCCL_VARIABLES | environment
         # SGLang would choose the address with a route to the internet.
-        environment["SGLANG_HOST_IP"] = self._host
+        environment["SGLANG_HOST_IP"] = self.host
         if self._gpu_ids:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpu_ids)
         if self._arguments["device"] == "cpu":
@@ -211,14 +238,14 @@ class Engine:
             return None
 
 
-def free_port(host: str) -> int:
-    """Return a port of `host` without a listener. Raises EngineError after a hundred tries."""
+def free_port(host: str, *, but: int | None = None) -> int:
+    """Return a port of `host` without a listener, `but` another one. Raises EngineError after a hundred tries."""
     for _ in range(100):
         port = FIRST_PORT + secrets.randbelow(LAST_PORT - FIRST_PORT)
         error = _bind_error(host, port)
-        if error is None:
+        if error is None and port != but:
             return port
-        if error.errno != errno.EADDRINUSE:
+        if error is not None and error.errno != errno.EADDRINUSE:
             return check_port(host, port)
     raise EngineError(f"no free port between {FIRST_PORT} and {LAST_PORT} on {host}")
 

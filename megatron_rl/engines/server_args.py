@@ -28,6 +28,8 @@ OWNED = {
     "host": "each engine binds the address of the machine that it is placed on",
     "port": "each engine takes a free port",
     "api_key": "each engine makes its own",
+    "node_rank": "each server of an engine on several nodes gets its own",
+    "dist_init_addr": "the servers of an engine meet at a free port of its first node",
     "device": "it follows from the machine",
     "dtype": "model.dtype sets it",
     "random_seed": "run.seed sets it",
@@ -66,7 +68,7 @@ OWNED_ENVIRONMENT = {
 }
 """Environment variables that change draws or reports, with the reason for their refusal."""
 
-_SIZES = ("tp_size", "pp_size", "dp_size", "ep_size", "context_length", "max_total_tokens", "max_running_requests")
+_SIZES = ("nnodes", "tp_size", "pp_size", "dp_size", "ep_size", "context_length", "max_total_tokens", "max_running_requests")
 
 CPU_DEFAULTS: dict[str, Any] = {
     "sleep_on_idle": True,  # else the idle scheduler keeps a core busy

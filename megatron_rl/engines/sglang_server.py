@@ -21,16 +21,22 @@ if TYPE_CHECKING:
 def serve_rendezvous(arguments: dict[str, Any]) -> "TCPStore | None":
     """Serve the ranks' store on the server's own address; rank 0 would open it to every interface.
 
-    The result keeps the store alive; None with a dp_size above 1, when SGLang wants a free port.
+    The result keeps the store alive; None with a dp_size above 1, when SGLang wants a free port, and
+    where the first of an engine's nodes serves it.
     """
     if arguments.get("dp_size", 1) > 1:
         return None
     from megatron_rl.system.rendezvous import serve_store
 
-    store = serve_store(arguments["host"], port=arguments.get("nccl_port") or 0, timeout_s=ENGINE_STORE_S)
-    arguments["nccl_port"] = store.port
+    address, found, port = arguments.get("dist_init_addr", arguments["host"]).partition(":")
+    store = None
+    if not arguments.get("node_rank"):
+        store = serve_store(address, port=int(port if found else arguments.get("nccl_port") or 0), timeout_s=ENGINE_STORE_S)
+        port = str(store.port)
+    if not found:
+        arguments["nccl_port"] = int(port)
     # Rank 0 joins a store and serves none; in torch 2.14 only at MASTER_ADDR and MASTER_PORT.
-    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": arguments["host"], "MASTER_PORT": str(store.port)}
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": address, "MASTER_PORT": port}
     return store
 
 

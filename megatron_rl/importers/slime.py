@@ -243,8 +243,7 @@ def _processes(t: Translation) -> None:
     per_engine = int(t.number("rollout-num-gpus-per-engine", 1))
     colocated = "colocate" in t.words or t.settings.get("objective.policy_loss") == "sft"
     if per_engine > each:
-        t.left[f"rollout-num-gpus-per-engine {per_engine}"] = f"an engine lives on one node, here of {each} GPUs"
-        per_engine = each
+        t.settings["rollout.sglang.nnodes"] = -(-per_engine // each)
     gpus = int(t.number("rollout-num-gpus", nodes * each))
     t.settings |= {
         "training.topology.num_ranks": nodes * each,

@@ -249,7 +249,10 @@ def _processes(t: Translation) -> None:
     """Translate nodes and GPUs into ranks and engines, which share them but in an asynchronous run."""
     nodes, each = int(t.number("trainer.nnodes", 1)), int(t.number("trainer.n_gpus_per_node", 8))
     per_engine = int(t.number(f"{_ROLLOUT}.tensor_model_parallel_size", 2))
-    own = int(t.number("rollout.nnodes", 0)) * int(t.number("rollout.n_gpus_per_node", 8))
+    own_each = int(t.number("rollout.n_gpus_per_node", 8))
+    own = int(t.number("rollout.nnodes", 0)) * own_each
+    if per_engine > (per_node := own_each if own else each):
+        t.settings["rollout.sglang.nnodes"] = -(-per_engine // per_node)
     t.settings |= {
         "training.topology.num_ranks": nodes * each,
         "rollout.num_engines": max(1, (own or nodes * each) // per_engine),

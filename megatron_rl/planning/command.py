@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -77,9 +78,8 @@ def plans(
     if settings.rollout.sglang:
         validate_server_args(settings.rollout.sglang)
     spec = read_spec(model or settings.model.path)
-    if bare and not any(override.startswith("rollout.sglang.tp_size=") for override in words.overrides):
-        size = _engine_size(settings.rollout, spec, gpu, longest=settings.longest_sequence)
-        settings = with_values(settings, {"rollout.sglang.tp_size": size})
+    if bare:
+        settings = with_values(settings, {"rollout.sglang": _engine_size(settings.rollout, spec, gpu, longest=settings.longest_sequence)})
     shared = [settings]
     if num_gpus is not None:
         divided = shares(settings.rollout, num_gpus=num_gpus, supervised=settings.supervised, colocated=settings.runtime.colocate)
@@ -171,13 +171,20 @@ def _overrides(model: Path | None, words: Words, topology: Mapping[str, object])
         yield f"training.topology.num_ranks={prod(size for name, size in topology.items() if name in _SIZES and isinstance(size, int))}"
 
 
-def _engine_size(rollout: RolloutSettings, spec: ModelSpec, gpu: Gpu, *, longest: int) -> int:
-    """Return the fewest GPUs that hold the model and four of the longest sequences, at most a whole node."""
-    for size in (size for size in (1, 2, 4, 8, 16) if size <= gpu.per_node):
+def _engine_size(rollout: RolloutSettings, spec: ModelSpec, gpu: Gpu, *, longest: int) -> dict[str, Any]:
+    """Return SGLang's arguments with the fewest GPUs that hold the model and four of the longest sequences, and their nodes.
+
+    Given ones stay. More GPUs than a node has share out the heads evenly; where no number of them is enough, a node's stay.
+    """
+    sizes = [size for size in (1, 2, 4, 8, 16, 32, 64) if size <= gpu.per_node or spec.num_heads % size == 0]
+    for size in [rollout.ranks_per_engine] if "tp_size" in rollout.sglang else sizes:
         engine = plan_engine(with_values(rollout, {"sglang.tp_size": size}), spec, gpu, longest=longest, shared_with=0)
         if engine.cache_tokens >= 4 * engine.longest_sequence:
             break
-    return size
+    else:
+        size = rollout.sglang.get("tp_size", max(size for size in sizes if size <= gpu.per_node))
+    nodes = -(-size // gpu.per_node)
+    return ({"nnodes": nodes} if nodes > 1 else {}) | {"tp_size": size} | rollout.sglang
 
 
 def _as_overrides(settings: Settings, *, bare: bool) -> str:
@@ -194,5 +201,5 @@ def _as_overrides(settings: Settings, *, bare: bool) -> str:
         words["rollout.num_engines"] = rollout.num_engines
     if bare:
         words |= {f"training.optimizer.{name}": value for name, value in training.optimizer.items()}
-        words["rollout.sglang.tp_size"] = rollout.ranks_per_engine
+        words |= {f"rollout.sglang.{name}": rollout.sglang[name] for name in ("tp_size", "nnodes") if name in rollout.sglang}
     return " ".join(f"{path}={format_value(value)}" for path, value in words.items())

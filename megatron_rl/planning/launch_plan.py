@@ -105,6 +105,7 @@ def _processes(settings: Settings, target: Target) -> dict[str, str]:
     if settings.supervised:
         return rows | {"SGLang": "none: supervised training"}
     where = f", {counted(settings.rollout.ranks_per_engine, 'GPU')} each" if device.kind == "cuda" else ", on the CPU"
+    where += f", on {settings.rollout.nodes_per_engine} nodes each" * (settings.rollout.nodes_per_engine > 1)
     where += ", the same as those of the ranks, in turns" if runtime.colocate else ""
     model = planned_model(settings.model.path, directory=settings.run.directory, sglang=settings.rollout.sglang)
     arguments = engine_arguments(settings, model=model, device_kind=device.kind)
@@ -115,7 +116,7 @@ def _processes(settings: Settings, target: Target) -> dict[str, str]:
         "request": request_deadline_s(settings.model, settings.rollout.sampling),
     }
     return rows | {
-        "SGLang": f"{counted(settings.rollout.num_engines, 'server')}{where}",
+        "SGLang": f"{counted(settings.rollout.num_engines, 'engine')}{where}",
         "SGLang's arguments": " ".join(f"{name}={format_value(value)}" for name, value in arguments.items()),
         "rewards": f"{reward_workers()} workers on the cores here, {settings.reward.function}"
         if settings.reward.function
@@ -133,6 +134,7 @@ def placement_rows(placement: Placement) -> dict[str, str]:
         first, last = numbered[0], numbered[-1]
         name = f"node {first[0]}" if first is last else f"nodes {_span(first[0], last[0])}"
         each = ", {} a node" if first is not last else ""
+        spread = placement.needs.nodes_per_engine
         unit, parts = placement.needs.unit, []
         if ranks_each:
             ranks = _count("rank", _span(first[1].ranks.start, last[1].ranks.stop - 1))
@@ -140,7 +142,8 @@ def placement_rows(placement: Placement) -> dict[str, str]:
         if seats:
             engines = _count("engine", _span(min(first[1].engines), max(last[1].engines)))
             slots = _count(unit, _span(seats[0].start, seats[-1].stop - 1))
-            parts.append(f"{engines}{each.format(len(seats))} on {slots}{f', {len(seats[0])} each' * (len(seats) > 1)}")
+            shared = f", {len(seats[0])} each" * (len(seats) > 1) + f", on {spread} nodes each" * (spread > 1)
+            parts.append(f"{engines}{each.format(len(seats))} on {slots}{shared}")
         rows[name] = "; ".join(parts)
     return rows
 

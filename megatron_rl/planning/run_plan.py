@@ -15,6 +15,7 @@ from megatron_rl.models.weight_table import tensor_shapes
 from megatron_rl.planning.measurement import Answer, Job, measure
 from megatron_rl.planning.rank import RankMemory
 from megatron_rl.planning.records import EngineMemory, RunPlan, StageMemory
+from megatron_rl.runtime.placement import Needs, nodes_needed
 from megatron_rl.training.model_check import check_layout
 from megatron_rl.training.objective_checks import teacher_path
 from megatron_rl.training.teacher import read_teacher_spec
@@ -130,7 +131,7 @@ def _assemble(settings: Settings, spec: ModelSpec, job: Job, answer: Answer, att
     copies, keeps = runtime.colocate + (settings.run.save_interval > 0), settings.training.keeps_reference(settings.objective)
     stages = stage_memories(job, answer, frees_outputs=True, host_copies=copies, keeps_reference=keeps)
     colocated = runtime.colocate and not settings.supervised
-    engine, engine_gpus, handover, on_engines = None, 0, 0, 0
+    engine, handover, on_engines = None, 0, 0
     # Main memory of the fullest node.
     per_node = min(runtime.cluster.gpus_per_node or gpu.per_node, gpu.per_node)
     on_ranks = max(stage.host for stage in stages) * min(per_node, topology.num_ranks)
@@ -138,8 +139,7 @@ def _assemble(settings: Settings, spec: ModelSpec, job: Job, answer: Answer, att
         on_ranks += sum(tensor.num_bytes for tensor in exported_specs(spec, dtype=dtype_name(job.model, device_kind="cuda")))
     if not settings.supervised:
         engine = plan_engine(settings.rollout, spec, gpu, longest=job.longest, shared_with=CONTEXT_BYTES if colocated else 0)
-        engine_gpus = 0 if colocated else engine.num_engines * engine.num_gpus
-        on_engines = max(1, per_node // engine.num_gpus) * ENGINE_HOST_BYTES
+        on_engines = max(1, per_node * settings.rollout.nodes_per_engine // engine.num_gpus) * ENGINE_HOST_BYTES
     if colocated and engine is not None:
         # Ranks and engines share the buckets in a sync.
         buckets = shared_buckets(job.model, spec) if settings.weight_transport == "ipc" else 0
@@ -149,7 +149,7 @@ def _assemble(settings: Settings, spec: ModelSpec, job: Job, answer: Answer, att
         layout=str(topology),
         attention=attention,
         tokens=_tokens(job.training, job.longest),
-        num_nodes=num_nodes or -(-(topology.num_ranks + engine_gpus) // per_node),
+        num_nodes=num_nodes or nodes_needed(Needs.of(settings, device_kind="cuda"), slots_per_node=per_node),
         stages=stages,
         engine=engine,
         colocated=colocated,

@@ -77,12 +77,12 @@ class Reservation:
         """Ray's options for the actor of a rank on this node."""
         return self._options(node, num_cpus=1, num_gpus=int(self.device_kind == "cuda"))
 
-    def engine_options(self, number: int) -> dict[str, Any]:
-        """Return Ray's options for the actor of this engine. Beside ranks no slot is reserved."""
-        placement = self.placement
-        node = placement.node_of_engine(number)
-        own, gpus = not placement.needs.colocated, self.device_kind == "cuda"
-        return self._options(node, num_cpus=int(own or gpus), num_gpus=placement.needs.slots_per_engine if own and gpus else 0)
+    def engine_options(self, number: int) -> list[dict[str, Any]]:
+        """Return Ray's options for the actor on each node of this engine. Beside ranks no slot is reserved."""
+        needs = self.placement.needs
+        own, gpus = not needs.colocated, self.device_kind == "cuda"
+        slots = {"num_cpus": int(own or gpus), "num_gpus": needs.slots_per_part if own and gpus else 0}
+        return [self._options(node, **slots) for node in self.placement.nodes_of_engine(number)]
 
     def _options(self, node: int, *, num_cpus: int, num_gpus: int) -> dict[str, Any]:
         strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.bundles[node])

@@ -5,15 +5,17 @@ times the time and ten times the memory of the actor's other work.
 """
 
 import asyncio
+import importlib
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import ray
-from ray.exceptions import GetTimeoutError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from megatron_rl.config.derived import dtype_name, start_deadline_s
 from megatron_rl.config.settings import ModelSettings, Settings, TrainingSettings, WeightSettings
@@ -21,10 +23,10 @@ from megatron_rl.config.yaml_text import format_value
 from megatron_rl.engines.answers import MixtureShape
 from megatron_rl.engines.engine import Engine, EngineAddress
 from megatron_rl.engines.server_args import server_arguments
-from megatron_rl.errors import EngineDiedError
+from megatron_rl.errors import EngineDiedError, EngineError
 from megatron_rl.runtime.cluster import Reservation, enter_directory, own_gpus
-from megatron_rl.runtime.watchdog import ACTOR_DEATHS, Watchdog
-from megatron_rl.system.deadlines import ENGINES_STOP_S
+from megatron_rl.runtime.watchdog import ACTOR_DEATHS, Watchdog, exit_of
+from megatron_rl.system.deadlines import ENGINE_STOP_S, ENGINES_STOP_S
 from megatron_rl.system.stacks import answer_stack_requests
 
 if TYPE_CHECKING:
@@ -36,15 +38,57 @@ HOUR_S, MAX_BACKOFF_S = 3600.0, 60.0
 
 @ray.remote(concurrency_groups={"watch": 1})
 class EngineWorker:
-    """One SGLang server, a child of this actor, on the GPUs that Ray gave or on those of ranks, `shared_gpus`."""
+    """One SGLang server, a child of this actor, on the GPUs that Ray gave or on those of ranks, `shared_gpus`.
 
-    def __init__(self, make_engine: Callable[..., Engine], *, directory: Path, shared_gpus: tuple[str, ...] = ()) -> None:
+    The actor of an engine's first node owns those of its other nodes, `elsewhere`, by Ray's options
+    and shared GPUs: their servers start, hang, end and return with its own.
+    """
+
+    def __init__(
+        self,
+        make_engine: Callable[..., Engine],
+        *,
+        directory: Path,
+        shared_gpus: tuple[str, ...] = (),
+        elsewhere: Sequence[tuple[dict[str, Any], tuple[str, ...]]] = (),
+    ) -> None:
         enter_directory(directory)
         answer_stack_requests()
-        self._engine = make_engine(host=ray.util.get_node_ip_address(), gpu_ids=shared_gpus or own_gpus())
+        gpus = shared_gpus or own_gpus()
+        self._engine = make_engine(host=ray.util.get_node_ip_address(), gpu_ids=gpus, check_others=self._check_others)
         self._stopping = False
         self._fault: str | None = None
         self._address: EngineAddress | None = None
+        self._runs: list[ray.ObjectRef] = []
+        # The module's actor: here this name is the class alone.
+        actor: Any = importlib.import_module(__name__).EngineWorker
+        self._others = [
+            actor.options(**options).remote(
+                partial(make_engine, node_rank=node_rank, meeting_point=self._engine.meeting_point), directory=directory, shared_gpus=shared
+            )
+            for node_rank, (options, shared) in enumerate(elsewhere, start=1)
+        ]
+
+    def host(self) -> str:
+        """Return the address of this node."""
+        return self._engine.host
+
+    def _check_others(self) -> None:
+        """Raise EngineError where a server on another node of the engine ended."""
+        if not self._runs:
+            return
+        try:
+            ray.get(ray.wait(self._runs, num_returns=len(self._runs), timeout=0)[0])
+        except RayError as error:
+            if isinstance(error, RayTaskError) and isinstance(error.cause, EngineError):
+                raise error.cause from None
+            raise EngineDiedError(f"a part of the engine at {self._engine.url} on another node {exit_of(error)}") from error
+
+    @ray.method(concurrency_group="watch")
+    def run(self, timeout_s: float) -> None:
+        """Start a server whose engine is served by another node, and `watch` it."""
+        self._engine.follow(timeout_s=timeout_s)
+        self.watch()
 
     @ray.method(concurrency_group="watch")
     def watch(self) -> None:
@@ -52,25 +96,48 @@ class EngineWorker:
         while not self._stopping:
             if self._fault is not None:
                 raise EngineDiedError(f"the SGLang server at {self._engine.url} was ended: {self._fault}")
-            self._engine.check()
+            try:
+                self._engine.check()
+            except EngineError:
+                self._stop_all()
+                raise
             time.sleep(HEALTH_INTERVAL_S)
 
     def start(self, timeout_s: float) -> EngineAddress:
         """Start the server, once, and wait at most `timeout_s` until requests are served."""
         if self._address is None:
-            self._address = self._engine.start(timeout_s=timeout_s)
+            self._runs = [other.run.remote(timeout_s) for other in self._others]
+            hosts = ray.get([other.host.remote() for other in self._others], timeout=timeout_s)
+            address = self._engine.start(timeout_s=timeout_s)
+            self._address = replace(address, hosts=(self._engine.host, *hosts)) if hosts else address
         return self._address
+
+    def is_still(self, **hang: bool) -> bool:
+        """Return `Engine.is_still` of this server."""
+        return self._engine.is_still(**hang)
 
     def end(self, fault: str, *, hangs: bool = False, **hang: bool) -> None:
         """End a server that runs, because of its `fault`; one that `hangs` only if its processes do no work, see `Engine.is_still`."""
-        if self._engine.pid is not None and (not hangs or self._engine.is_still(**hang)):
-            self._fault = fault
-            self._engine.stop()
+        if self._engine.pid is None:
+            return
+        if hangs:
+            # The main process on another node never does work.
+            looks = [other.is_still.remote(**{**hang, "answers": True}) for other in self._others]
+            if not (self._engine.is_still(**hang) or any(ray.get(looks, timeout=ENGINES_STOP_S))):
+                return
+        self._fault = fault
+        self._stop_all()
 
     def stop(self) -> None:
-        """Stop and reap the server."""
+        """Stop and reap the server, and those on other nodes."""
         self._stopping = True
+        self._stop_all()
+
+    def _stop_all(self) -> None:
+        stops = [other.stop.remote() for other in self._others]
         self._engine.stop()
+        if stops:
+            ray.wait(stops, num_returns=len(stops), timeout=ENGINE_STOP_S)
 
 
 class EngineGroup:
@@ -101,9 +168,12 @@ class EngineGroup:
                 mixture=mixture,
             )
             beside = placement.ranks_beside(number) if placement.needs.colocated else ()
-            shared_gpus = tuple(gpu for rank in beside for gpu in gpus_of_ranks[rank])
-            options = EngineWorker.options(**reservation.engine_options(number))  # type: ignore[attr-defined]
-            self._make_workers.append(partial(options.remote, make_engine, directory=Path.cwd(), shared_gpus=shared_gpus))
+            nodes, size = reservation.engine_options(number), placement.needs.slots_per_part
+            shared = [tuple(gpu for rank in beside[size * i : size * (i + 1)] for gpu in gpus_of_ranks[rank]) for i in range(len(nodes))]
+            first, *elsewhere = zip(nodes, shared, strict=True)
+            options = EngineWorker.options(**first[0])  # type: ignore[attr-defined]
+            place = {"directory": Path.cwd(), "shared_gpus": first[1], "elsewhere": elsewhere}
+            self._make_workers.append(partial(options.remote, make_engine, **place))
         self._workers = [make() for make in self._make_workers]
         self._watches: dict[int, Future[None]] = {}  # done when the engine is dead
         self._restarts: list[list[float]] = [[] for _ in self._workers]  # seconds of the clock

@@ -3,9 +3,11 @@
 A slot is the need of one rank: a GPU, or a CPU where there is no GPU. Ranks fill the nodes in
 Megatron's own order: the tensor parallel rank changes fastest, then context, data and pipeline
 parallel rank. So the groups with the most traffic lie closest. Engines come behind the ranks, each
-on one node; colocated engines sit on the slots of ranks instead.
+on one node or with equal parts on neighbouring ones; colocated engines sit on the slots of ranks
+instead.
 """
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,11 +20,15 @@ from megatron_rl.errors import UserError, counted
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """Processes to place: ranks with one slot each, engines with `slots_per_engine`; `colocated` ones share the slots of ranks."""
+    """Processes to place: ranks with one slot each, engines with `slots_per_engine`; `colocated` ones share the slots of ranks.
+
+    An engine lies on `nodes_per_engine` neighbouring nodes, with equal parts.
+    """
 
     num_ranks: int
     num_engines: int
     slots_per_engine: int
+    nodes_per_engine: int = 1
     colocated: bool = False
     unit: Literal["CPU", "GPU"] = "GPU"
 
@@ -33,10 +39,16 @@ class Needs:
         return cls(
             num_ranks=settings.training.topology.num_ranks if trains else 0,
             num_engines=settings.rollout.num_engines if has_engines else 0,
-            slots_per_engine=settings.rollout.ranks_per_engine if device_kind == "cuda" else 1,
+            slots_per_engine=settings.rollout.ranks_per_engine if device_kind == "cuda" else settings.rollout.nodes_per_engine,
+            nodes_per_engine=settings.rollout.nodes_per_engine,
             colocated=trains and has_engines and settings.runtime.colocate,
             unit="GPU" if device_kind == "cuda" else "CPU",
         )
+
+    @property
+    def slots_per_part(self) -> int:
+        """Slots of an engine on one of its nodes."""
+        return self.slots_per_engine // self.nodes_per_engine
 
     @property
     def slots(self) -> int:
@@ -45,16 +57,20 @@ class Needs:
 
     def __str__(self) -> str:
         ranks, slots = counted(self.num_ranks, "rank"), counted(self.slots, self.unit)
-        engines = f"{counted(self.num_engines, 'engine')} × {counted(self.slots_per_engine, self.unit)}"
         if self.colocated:
-            return f"{ranks} = {slots}, shared by {engines}"
-        parts = [ranks] * (self.num_ranks > 0) + [engines] * (self.num_engines > 0)
+            return f"{ranks} = {slots}, shared by {self.engines}"
+        parts = [ranks] * (self.num_ranks > 0) + [self.engines] * (self.num_engines > 0)
         return f"{' + '.join(parts)} = {slots}"
+
+    @property
+    def engines(self) -> str:
+        """The engines' slots as arithmetic."""
+        return f"{counted(self.num_engines, 'engine')} × {counted(self.slots_per_engine, self.unit)}"
 
 
 @dataclass(frozen=True, slots=True)
 class NodeShare:
-    """Content of one node: `ranks`, one on each slot from the first, and the slots of `engines`, by number."""
+    """Content of one node: `ranks`, one on each slot from the first, and the slots of `engines`, or of their parts here, by number."""
 
     ranks: range
     engines: Mapping[int, range]
@@ -66,7 +82,7 @@ class NodeShare:
 
     @property
     def processes(self) -> int:
-        """Ranks and engines."""
+        """Ranks and parts of engines."""
         return len(self.ranks) + len(self.engines)
 
 
@@ -82,49 +98,60 @@ class Placement:
         node_of = [number for number, share in enumerate(self.nodes) for _ in share.ranks]
         return Counter(len(set(node_of[first : first + size])) for first in range(0, len(node_of), size))
 
-    def node_of_engine(self, engine: int) -> int:
-        """Return the node of engine number `engine`."""
-        return next(node for node, share in enumerate(self.nodes) if engine in share.engines)
+    def nodes_of_engine(self, engine: int) -> tuple[int, ...]:
+        """Return the nodes of engine number `engine`, in the order of its own ranks."""
+        return tuple(node for node, share in enumerate(self.nodes) if engine in share.engines)
 
     def ranks_beside(self, engine: int) -> tuple[int, ...]:
-        """Return the ranks that share slots with a colocated engine, in the order of the slots."""
-        share = self.nodes[self.node_of_engine(engine)]
-        return tuple(share.ranks[slot] for slot in share.engines[engine])
+        """Return the ranks that share slots with a colocated engine, in the order of its own ranks."""
+        shares = [self.nodes[node] for node in self.nodes_of_engine(engine)]
+        return tuple(share.ranks[slot] for share in shares for slot in share.engines[engine])
 
 
 def place(needs: Needs, *, nodes: Sequence[int]) -> Placement:
     """Place everything on nodes with so many slots each.
 
-    Raises UserError, with the arithmetic, for too few slots or an engine larger than a node.
+    Raises UserError, with the arithmetic, for too few slots or an engine too large for its nodes.
     """
     _check_room(needs, nodes)
-    shares, rank, engine = [], 0, 0
-    for slots in nodes:
-        ranks = range(rank, min(needs.num_ranks, rank + slots))
-        first, stop = (0, len(ranks)) if needs.colocated else (len(ranks), slots)
-        here = min((stop - first) // needs.slots_per_engine, needs.num_engines - engine)
-        starts = [first + index * needs.slots_per_engine for index in range(here)]
-        engines = {engine + index: range(start, start + needs.slots_per_engine) for index, start in enumerate(starts)}
-        rank, engine = ranks.stop, engine + here
-        if ranks or engines:
-            shares.append(NodeShare(ranks, engines))
-    if engine < needs.num_engines:
+    ranks, engines = _place_engines(needs, nodes)
+    if len(engines) < needs.num_engines:
+        where = "one node" if needs.nodes_per_engine == 1 else f"{needs.nodes_per_engine} neighbouring nodes (rollout.sglang.nnodes)"
         raise UserError(
-            f"{needs} on {count_slots(nodes, needs.unit)}: an engine lives on one node, and only {engine} of {needs.num_engines} find "
-            f"{needs.slots_per_engine} free {needs.unit}s there; add nodes, or let rollout.sglang.tp_size divide what a node has left"
+            f"{needs} on {count_slots(nodes, needs.unit)}: an engine lives on {where}, and only {len(engines)} of {needs.num_engines} find "
+            f"{needs.slots_per_part} free {needs.unit}s there; add nodes, or let rollout.sglang.tp_size divide what a node has left"
         )
-    return Placement(needs, tuple(shares))
+    shares = [
+        NodeShare(own, {number: parts[node] for number, parts in enumerate(engines) if node in parts}) for node, own in enumerate(ranks)
+    ]
+    return Placement(needs, tuple(share for share in shares if share.ranks or share.engines))
+
+
+def _place_engines(needs: Needs, nodes: Sequence[int]) -> tuple[list[range], list[dict[int, range]]]:
+    """Return the ranks of each node and the slots of each engine by node; fewer engines than needed where there is no room."""
+    starts = [min(needs.num_ranks, sum(nodes[:node])) for node in range(len(nodes) + 1)]
+    ranks = [range(first, stop) for first, stop in itertools.pairwise(starts)]
+    free = [range(len(own)) if needs.colocated else range(len(own), slots) for own, slots in zip(ranks, nodes, strict=True)]
+    size, engines, node = needs.slots_per_part, list[dict[int, range]](), 0
+    while len(engines) < needs.num_engines and node + needs.nodes_per_engine <= len(nodes):
+        here = range(node, node + needs.nodes_per_engine)
+        full = [number for number in here if len(free[number]) < size]
+        if full:
+            node = full[-1] + 1
+            continue
+        engines.append({number: free[number][:size] for number in here})
+        for number in here:
+            free[number] = free[number][size:]
+    return ranks, engines
 
 
 def nodes_needed(needs: Needs, *, slots_per_node: int) -> int:
-    """Return the fewest equal nodes for everything. Raises UserError for an engine larger than a node."""
+    """Return the fewest equal nodes for everything. Raises UserError for an engine too large for its nodes."""
     _check_engine_size(needs, slots_per_node)
-    if needs.colocated or not needs.num_engines:
-        return -(-needs.num_ranks // slots_per_node)
-    engines_per_node = slots_per_node // needs.slots_per_engine
-    full, last = divmod(needs.num_ranks, slots_per_node)
-    beside = (slots_per_node - last) // needs.slots_per_engine if last else 0
-    return full + (last > 0) + -(-max(0, needs.num_engines - beside) // engines_per_node)
+    count = -(-needs.slots // slots_per_node)
+    while not needs.colocated and len(_place_engines(needs, [slots_per_node] * count)[1]) < needs.num_engines:
+        count += 1
+    return count
 
 
 def count_slots(nodes: Sequence[int], unit: str) -> str:
@@ -163,17 +190,17 @@ def _check_room(needs: Needs, nodes: Sequence[int]) -> None:
         )
     engine_slots = needs.num_engines * needs.slots_per_engine
     if needs.colocated and engine_slots > needs.num_ranks:
-        engines = f"{counted(needs.num_engines, 'engine')} × {counted(needs.slots_per_engine, needs.unit)}"
         raise UserError(
-            f"runtime.colocate: {engines} = {engine_slots}, but they share those of {counted(needs.num_ranks, 'rank')}; set "
+            f"runtime.colocate: {needs.engines} = {engine_slots}, but they share those of {counted(needs.num_ranks, 'rank')}; set "
             f"rollout.num_engines to {needs.num_ranks // needs.slots_per_engine} or less"
         )
 
 
 def _check_engine_size(needs: Needs, slots_per_node: int) -> None:
-    if needs.num_engines and needs.slots_per_engine > slots_per_node:
+    if needs.num_engines and needs.slots_per_part > slots_per_node:
         raise UserError(
             f"an engine of {counted(needs.slots_per_engine, needs.unit)} needs {needs.slots_per_engine} / {slots_per_node} = "
-            f"{needs.slots_per_engine / max(1, slots_per_node):.3g} nodes of {slots_per_node}, but an engine lives on one node; set "
-            f"rollout.sglang.tp_size to {slots_per_node} or less, or use nodes with more {needs.unit}s or more memory"
+            f"{needs.slots_per_engine / max(1, slots_per_node):.3g} nodes of {slots_per_node}, but rollout.sglang.nnodes is "
+            f"{needs.nodes_per_engine}; set it to {-(-needs.slots_per_engine // max(1, slots_per_node))}, or rollout.sglang.tp_size to "
+            f"{slots_per_node * needs.nodes_per_engine} or less, or use nodes with more {needs.unit}s or more memory"
         )

@@ -336,6 +336,7 @@ def make_transport(
         ranks_per_engine=settings.rollout.ranks_per_engine,
         timeout_s=sync_deadline_s(settings.model),
         ranks_beside={address.url: placement.ranks_beside(number) for number, address in enumerate(colocated) if address.url in urls},
+        hosts={address.url: address.hosts for address in addresses},
         deltas=settings.weights.delta,
     )
     return TRANSPORTS[settings.weight_transport](surroundings)

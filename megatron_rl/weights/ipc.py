@@ -19,7 +19,7 @@ import io
 import os
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -57,10 +57,11 @@ _DEVICE_ARGUMENT = 6
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """A tensor parallel rank of the engine at `url`."""
+    """A tensor parallel rank of the engine at `url`, on the machine `host`, else on that of the URL."""
 
     url: str
     tp_rank: int
+    host: str = field(default="", compare=False)
 
     def offer(self, version: int, bucket: int) -> str:
         """Return the store's key for a bucket offered by the seat's rank."""
@@ -88,7 +89,7 @@ class IpcPlan:
         """Join the store. Raises UserError when an engine of this rank is on another host, or the allocator's memory cannot be shared."""
         seats = self.seats.get(rank, ())
         for seat in seats:
-            check_same_host(seat.url, rank=rank)
+            check_same_host(seat.url, rank=rank, host=seat.host)
         check_allocator()
         store: Store | None = None
         if rank == 0:
@@ -169,9 +170,9 @@ class IpcSender(WeightSender):
         return tuple(took)
 
 
-def check_same_host(url: str, *, rank: int) -> None:
-    """Raise UserError when the server at `url` is on another machine: only an address of this one can be bound."""
-    host = urlsplit(url).hostname or ""
+def check_same_host(url: str, *, rank: int, host: str = "") -> None:
+    """Raise UserError when a server of the engine at `url` is on another machine: only an address of this one can be bound."""
+    host = host or urlsplit(url).hostname or ""
     try:
         family, kind, protocol, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -337,5 +338,6 @@ def _seats_of_ranks(surroundings: Surroundings) -> dict[int, tuple[Seat, ...]]:
         assert surroundings.ranks_per_engine % len(ranks) == 0, f"{surroundings.ranks_per_engine} ranks of {url} beside ranks {ranks}"
         for tp_rank in range(surroundings.ranks_per_engine):
             rank = ranks[tp_rank * len(ranks) // surroundings.ranks_per_engine]
-            seats[rank] = (*seats.get(rank, ()), Seat(url, tp_rank))
+            hosts = surroundings.hosts.get(url) or ("",)
+            seats[rank] = (*seats.get(rank, ()), Seat(url, tp_rank, hosts[tp_rank * len(hosts) // surroundings.ranks_per_engine]))
     return seats

@@ -315,8 +315,9 @@ class Surroundings:
     `manifest` lists the weights in a rank's export order. `directory` is on storage shared by ranks and engines, and
     for syncs alone. `free_address` gives an address of rank 0's node and a free port there. `backend` is gloo or nccl,
     `timeout_s` the deadline for connecting, in seconds. `ranks_beside` has the URL of every engine on the devices of
-    Megatron ranks, and these ranks in the order of the engine's own. `bucket_bytes` is the size of a message. With
-    `deltas`, syncs after a connection's first send changes.
+    Megatron ranks, and these ranks in the order of the engine's own; `hosts` the addresses of its nodes in this order,
+    where it has several. `bucket_bytes` is the size of a message. With `deltas`, syncs after a connection's first send
+    changes.
     """
 
     manifest: Sequence[WeightSpec]
@@ -327,5 +328,6 @@ class Surroundings:
     ranks_per_engine: int
     timeout_s: float
     ranks_beside: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    hosts: Mapping[str, Sequence[str]] = field(default_factory=dict)
     bucket_bytes: int = BUCKET_BYTES
     deltas: bool = False

@@ -1,5 +1,6 @@
 """Several nodes on one machine: Ray's virtual nodes, each with its own scheduler, stand for machines."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -49,7 +50,7 @@ with ray_cluster(address=sys.argv[1], num_processes=0, logs=Path("logs")):
     gpus = trainers.gpus
     actors = {actor["ActorID"]: actor["Address"]["NodeID"] for actor in ray._private.state.actors().values()}
     ranks = [(actors[worker._actor_id.hex()], list(held)) for worker, held in zip(trainers.workers, gpus)]
-    engines = [Engine.options(**reservation.engine_options(number)).remote() for number in range(2)]
+    engines = [Engine.options(**reservation.engine_options(number)[0]).remote() for number in range(2)]
     print(json.dumps({"ranks": ranks, "engines": ray.get([engine.seat.remote() for engine in engines])}))
 """
 
@@ -252,6 +253,80 @@ def test_a_run_over_three_nodes(task: Path, tmp_path: Path, start: Callable[...,
         summary = json.loads((directory / "summary.json").read_text())
         assert summary["steps"] == 2
         assert (directory / "checkpoints").is_dir()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("fault", "says", "weights"),
+    [
+        ("killed", "killed by signal 9", ()),
+        ("stopped", "its processes did no work", ("weights.delta=true", "weights.transport=disk")),
+    ],
+    ids=["killed, broadcast", "stopped, deltas by disk"],
+)
+def test_an_engine_on_two_nodes_returns_as_one(
+    task: Path, tmp_path: Path, start: Callable[..., Any], cluster: Callable[..., str], fault: str, says: str, weights: tuple[str, ...]
+) -> None:
+    """A rank on a node, an engine on two others, asynchronous: its second server fails, and both come back with current weights."""
+    directory, sglang = tmp_path / "run", ("rollout.sglang.tp_size=2", "rollout.sglang.nnodes=2")
+    words = (
+        *sglang,
+        "training.topology.num_ranks=1",
+        "run.num_steps=14",
+        "rollout.max_staleness=1",
+        "objective.proximal=rollout",
+        *weights,
+    )
+    run = start(*rl_arguments(task, directory, *words), "--ray-address", cluster("1,0", "1,0", "1,0"))
+    run.wait_until(lambda: (directory / "metrics.jsonl").exists() and 1 in metrics(directory), what="a step", timeout_s=400)
+    before = _servers(directory)
+    if fault == "killed":
+        before[1].kill()
+    else:
+        (scheduler,) = (each for each in before[1].children() if each.name().startswith("sglang::scheduler_TP1"))
+        scheduler.suspend()
+    run.wait_for("engine 0 is back after", timeout_s=400)
+    assert not any(server.is_running() for server in before)
+    after = _servers(directory)
+    assert run.wait() == 0, run.output
+    assert "engine 0 is started again" in run.output and says in run.output
+    assert psutil.wait_procs(after, timeout=30)[1] == []
+    steps = metrics(directory)
+    assert max(steps) == 14 and _agrees(steps)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_an_engine_shares_the_slots_of_ranks_on_two_nodes(
+    task: Path, tmp_path: Path, start: Callable[..., Any], cluster: Callable[..., str]
+) -> None:
+    """Each rank gives its memory to the engine's server beside it; the death of the second server ends the run in a sentence."""
+    directory, sglang = tmp_path / "run", ("rollout.sglang.tp_size=2", "rollout.sglang.nnodes=2")
+    words = (*sglang, "training.topology.num_ranks=2", "run.num_steps=40", "runtime.colocate=true")
+    run = start(*rl_arguments(task, directory, *words), "--ray-address", cluster("1,0", "1,0"))
+    run.wait_until(lambda: (directory / "metrics.jsonl").exists() and 3 in metrics(directory), what="three steps", timeout_s=400)
+    servers = _servers(directory)
+    servers[1].kill()
+    assert run.wait() != 0 and "killed by signal 9" in run.output
+    assert psutil.wait_procs(servers, timeout=30)[1] == []
+    assert _agrees(metrics(directory))
+
+
+def _agrees(steps: dict[int, dict[str, float]]) -> bool:
+    """Return True when the engine scored fixed tokens as the ranks do, after every sync of the `steps`."""
+    scored = [row["weights/scored_mean"] for row in steps.values() if "weights/scored_mean" in row]
+    return len(scored) >= 3 and max(scored) <= 1e-4
+
+
+def _servers(directory: Path) -> list[psutil.Process]:
+    """Return the servers of engine 0 of the run in `directory`, by the logs that they write."""
+    names, found = ["engine-0.log", "engine-0-node-1.log"], dict[str, psutil.Process]()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if "megatron_rl.engines.sglang_server" in process.cmdline() and process.parent().name().startswith("ray::EngineWorker"):
+                found |= {Path(file.path).name: process for file in process.open_files() if Path(file.path).parent == directory / "logs"}
+    return [found[name] for name in names]
 
 
 def test_agents_play_on_two_nodes(tmp_path: Path, cluster: Callable[..., str]) -> None:

@@ -88,6 +88,20 @@ def test_a_dry_run_fits_and_the_header_says_how_much(name: str, environment: dic
     assert header == pytest.approx(expected, abs=1.0), f"the header of {name}.sh says {header}, the plan says {expected}"
 
 
+@pytest.mark.slow
+def test_deepseek_fits_80_gb_gpus_as_the_page_says(environment: dict[str, str], tmp_path: Path) -> None:
+    """With engines over four nodes."""
+    shutil.copy(CONFIGS / "DeepSeek-V3.json", tmp_path / "config.json")
+    page = (LAUNCH / "README.md").read_text()
+    command = page[page.index("bash examples/launch/deepseek-v3-671b.sh") :].partition("```")[0]
+    overrides = re.findall(r"\w+(?:\.\w+)+=\S+", command)
+    assert "rollout.sglang.nnodes=4" in overrides
+    done = run("deepseek-v3-671b.sh", "--model", str(tmp_path), "--dry-run", *overrides, environment=environment)
+    assert done.returncode == 0, done.stderr
+    assert memory_of(done.stdout) == pytest.approx((64.6, 39.1, 26.6), abs=0.1)
+    assert re.search(r"nodes 32-39\W+engines 0-1, 1 a node on GPUs 0-7, on 4 nodes each", done.stdout)
+
+
 def memory_of_header(name: str) -> tuple[float, ...]:
     """GiB that a script's header names: trainer, engine's weights, engine's cache, one GPU."""
     form = r"# Memory     trainer (\d+) GiB, engine (\d+) GiB of weights and (\d+) GiB of KV cache, of (\d+) GiB per GPU"

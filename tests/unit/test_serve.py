@@ -40,6 +40,7 @@ def test_arguments_are_the_servers_and_not_those_of_the_system(tmp_path: Path, c
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
+        (["tp_size=2", "nnodes=2"], ["nnodes is 2", "needs 1", "remove it"]),
         (["tp_size=3"], ["num_attention_heads 4", "3 ranks", "divisor of 4"]),
         (["--host", "203.0.113.1"], ["203.0.113.1 is no address of this machine", "127.0.0.1"]),
         (["--host", "no such host"], ["no such host is no address of this machine"]),

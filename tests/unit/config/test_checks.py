@@ -71,6 +71,7 @@ CORRECTED = ["objective.off_policy={mode: truncate, high: 2.0}"]
         (["runtime.colocate=true", "rollout.sglang.enable_memory_saver=false"], "must be able to release their memory"),
         (["rollout.sglang.pp_size=2"], "rollout.sglang.pp_size is 2, needs 1"),
         (["rollout.sglang.pp_size=2"], "remove it, and set rollout.sglang.tp_size"),
+        (["rollout.sglang={tp_size: 4, nnodes: 2, attn_dp_size: 2}"], "rollout.sglang.attn_dp_size is 2 with nnodes 2, needs 1"),
         (["rollout.sglang.quantization=fp8"], "rollout.sglang.quantization is fp8, needs none"),
         (["rollout.sglang.torchao_config=int4wo-128"], "rollout.sglang.torchao_config is int4wo-128, needs none"),
         (["runtime.colocate=true", "weights.delta=true"], "weights.delta is true with runtime.colocate or weights.transport ipc"),
@@ -189,6 +190,13 @@ def test_an_engine_has_a_whole_number_of_gpus(settings_with: MakeSettings, size:
     with pytest.raises(UserError, match=r"rollout\.sglang\.tp_size is .*, needs an integer from 1 to 1024.*; change it"):
         settings_with(f"rollout.sglang.tp_size={size}")
     assert [settings_with(*words).rollout.ranks_per_engine for words in ((), ("rollout.sglang.tp_size=1024",))] == [1, 1024]
+
+
+@pytest.mark.parametrize("nodes", ["0", "3", "two", "true"])
+def test_an_engine_has_as_many_gpus_on_each_node(settings_with: MakeSettings, nodes: str) -> None:
+    with pytest.raises(UserError, match=r"rollout\.sglang\.nnodes is .*, needs a divisor of tp_size 4.*; change it"):
+        settings_with("rollout.sglang.tp_size=4", f"rollout.sglang.nnodes={nodes}")
+    assert settings_with("rollout.sglang.tp_size=4", "rollout.sglang.nnodes=2").rollout.nodes_per_engine == 2
 
 
 def test_memory_is_shared_where_devices_are(settings_with: MakeSettings) -> None:

@@ -4,9 +4,11 @@ import json
 import subprocess
 import sys
 import sysconfig
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -23,6 +25,7 @@ import http.server, json, os, socketserver, sys, time
 failures, seconds = {failures}, {seconds}
 arguments = json.load(sys.stdin)
 answers = {{"/ready": {{}}, "/v1/models": {{"data": [{{"max_model_len": 64}}]}}, "/server_info": {{"max_total_num_tokens": 512}}}}
+answers["/health"] = {{name: arguments.get(name) for name in ("node_rank", "dist_init_addr")}}
 
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
@@ -51,14 +54,14 @@ def arguments_of(model: Path, device_kind: str) -> dict[str, object]:
 
 @pytest.fixture
 def make_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine]]:
-    made: list[Engine] = []
+    made, python = list[Engine](), sys.executable
 
-    def make(*, failures: int = 0, seconds: float = 0.0) -> Engine:
+    def make(*, failures: int = 0, seconds: float = 0.0, nnodes: int = 1, **options: Any) -> Engine:
         program = tmp_path / "server"
-        program.write_text(SERVER.format(python=sys.executable, failures=failures, seconds=seconds))
+        program.write_text(SERVER.format(python=python, failures=failures, seconds=seconds))
         program.chmod(0o755)
         monkeypatch.setattr(module.sys, "executable", str(program))
-        made.append(Engine(arguments_of(tmp_path, "cpu"), log_path=tmp_path / "log"))
+        made.append(Engine(arguments_of(tmp_path, "cpu") | {"nnodes": nnodes}, log_path=tmp_path / "log", **options))
         return made[-1]
 
     yield make
@@ -73,6 +76,28 @@ def test_a_ready_engine_has_the_rest_of_its_start_to_describe(
     monkeypatch.setattr(module, "ENGINE_READY_S", 0.2)
     address = make_engine(failures=failures, seconds=seconds).start()
     assert (address.context_length, address.max_total_tokens, address.vocab_size) == (64, 512, 32)
+
+
+def test_servers_of_an_engine_meet_at_its_first_node(make_engine: Callable[..., Engine], tmp_path: Path) -> None:
+    assert make_engine().meeting_point is None
+    lost: list[EngineError] = []
+
+    def check_others() -> None:
+        if lost:
+            raise lost[0]
+
+    first = make_engine(nnodes=2, check_others=check_others)
+    assert first.meeting_point is not None and first.meeting_point.startswith("127.0.0.1:") and first.meeting_point not in first.url
+    other = make_engine(nnodes=2, node_rank=1, meeting_point=first.meeting_point)
+    other.follow()
+    with urllib.request.urlopen(f"{other.url}/health") as response:
+        assert json.loads(response.read()) == {"node_rank": 1, "dist_init_addr": first.meeting_point}
+    first.start()
+    assert {path.name for path in tmp_path.glob("log*")} == {"log", "log-node-1"}
+    first.check()
+    lost.append(EngineError("the other one"))
+    with pytest.raises(EngineError, match="the other one"):
+        first.check()
 
 
 def test_an_engine_without_description_stops_at_the_deadline(make_engine: Callable[..., Engine]) -> None:

@@ -39,6 +39,11 @@ def test_arguments_of_the_installed_server_are_accepted(arguments: dict[str, obj
         ({"disable_radix_cache": 1}, "expected `bool`, got `int`"),
         ({"schedule_policy": "fastest"}, "is 'fastest', needs one of .*lpm"),
         ({"port": 3000}, "rollout.sglang.port is 3000 but cannot be set here: each engine takes a free port"),
+        ({"node_rank": 1}, "rollout.sglang.node_rank is 1 but cannot be set here: each server of an engine on several nodes"),
+        (
+            {"dist_init_addr": "10.0.0.1:5000"},
+            "dist_init_addr is .* the servers of an engine meet at a free port of its first node; remove it",
+        ),
         ({"dtype": "float16"}, "model.dtype sets it"),
         ({"preferred_sampling_params": '{"min_new_tokens": 9}'}, "it adds to what rollout.sampling says"),
         ({"enable_custom_logit_processor": True}, "drawn from the policy's own distribution"),

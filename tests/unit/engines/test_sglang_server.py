@@ -6,6 +6,7 @@ import psutil
 import pytest
 from torch import distributed
 
+from megatron_rl.engines.engine import free_port
 from megatron_rl.engines.sglang_server import serve_rendezvous
 
 
@@ -31,6 +32,16 @@ def test_rank_zero_joins_the_servers_store() -> None:
     # torch 2.14 serves a store of its own, at a port in use, unless these name the store that it is to join.
     assert (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])) == ("127.0.0.1", store.port)
     assert listening() - before == {("127.0.0.1", store.port)}
+
+
+def test_servers_on_several_nodes_meet_at_the_store_of_the_first() -> None:
+    before, port = listening(), free_port("127.0.0.1")
+    servers = [{"host": f"127.0.0.{rank + 1}", "node_rank": rank, "dist_init_addr": f"127.0.0.1:{port}"} for rank in (0, 1)]
+    stores = []
+    for arguments in servers:
+        stores.append(serve_rendezvous(arguments))
+        assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("127.0.0.1", str(port)) and "nccl_port" not in arguments
+    assert stores[0] is not None and stores[1] is None and listening() - before == {("127.0.0.1", port)}
 
 
 def test_where_sglang_wants_the_port_free_nothing_changes() -> None:

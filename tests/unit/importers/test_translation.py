@@ -149,6 +149,16 @@ def test_a_script_of_slime(script: Callable[..., Path], model: Path) -> None:
     assert t.words == {} and "num-layers" not in text
 
 
+def test_an_engine_larger_than_a_node_is_on_several(script: Callable[..., Path], model: Path) -> None:
+    sizes = ("rollout.sglang.tp_size", "rollout.sglang.nnodes", "rollout.num_engines")
+    t = translated(
+        slime, script(SLIME.replace("engine 2", "engine 16").replace("--actor-num-nodes 1", "--actor-num-nodes 4")), model, EXTRA=""
+    )
+    assert [t.settings[name] for name in sizes] == [16, 2, 2]
+    t = translated(verl, script(VERL.replace("rollout.tensor_model_parallel_size=4", "rollout.tensor_model_parallel_size=16")), model)
+    assert [t.settings[name] for name in sizes] == [16, 2, 1]
+
+
 def test_a_script_of_verl(script: Callable[..., Path], model: Path) -> None:
     t = translated(verl, script(VERL), model)
     assert t.settings == {

@@ -1,10 +1,12 @@
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 
 from megatron_rl.config.gpus import GIB, GPUS
 from megatron_rl.config.settings import RolloutSettings
+from megatron_rl.planning.command import _engine_size
 from megatron_rl.planning.records import EngineMemory
 from megatron_rl.planning.run_plan import plan_engine
 
@@ -34,6 +36,16 @@ def test_a_latent_is_on_every_gpu(model_spec: Callable[[str], Any]) -> None:
     engine = planned(model_spec("DeepSeek-V3"), "B200-192", tp_size=8)
     assert engine.bytes_per_token == 61 * 576 * 2
     assert engine.weights / GIB == pytest.approx(671.03e9 * 2 / 8 / GIB, rel=1e-3)
+
+
+def test_an_engine_larger_than_a_node_is_on_the_fewest_that_hold_it(model_spec: Callable[[str], Any]) -> None:
+    """671 B parameters in bf16 take 84 GB on each of 16 GPUs."""
+    spec, rollout = model_spec("DeepSeek-V3"), RolloutSettings()
+    sized = partial(_engine_size, spec=spec, longest=16384)
+    assert sized(rollout, gpu=GPUS["H100-80"]) == {"nnodes": 4, "tp_size": 32}
+    assert sized(rollout, gpu=GPUS["B200-192"])["tp_size"] == 8
+    given = RolloutSettings(sglang={"tp_size": 16, "nnodes": 4})
+    assert sized(given, gpu=GPUS["H100-80"]) == given.sglang
 
 
 def test_what_does_not_fit(model_spec: Callable[[str], Any]) -> None:

@@ -52,8 +52,8 @@ class Actors:
 
 
 def make_group(*overrides: str) -> EngineGroup:
-    placement = SimpleNamespace(needs=SimpleNamespace(colocated=False))
-    reservation = SimpleNamespace(device_kind="cpu", placement=placement, engine_options=lambda number: {})
+    placement = SimpleNamespace(needs=SimpleNamespace(colocated=False, slots_per_part=1))
+    reservation = SimpleNamespace(device_kind="cpu", placement=placement, engine_options=lambda number: [{}])
     settings = load_settings(None, [*PATHS, "rollout.num_engines=2", *overrides])
     model = SimpleNamespace(path=Path("model"), has_weights=True)
     watchdog = SimpleNamespace(watch=lambda name, future, goes_on: None)

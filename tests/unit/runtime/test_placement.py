@@ -1,3 +1,5 @@
+from functools import cache
+
 import pytest
 import ray
 from hypothesis import given, settings
@@ -14,8 +16,9 @@ from megatron_rl.runtime.placement import Needs, NodeShare, Placement, match_bun
 from megatron_rl.runtime.preflight import crossing_notes
 
 
-def needs(num_ranks: int, num_engines: int = 0, slots_per_engine: int = 1, *, colocated: bool = False) -> Needs:
-    return Needs(num_ranks=num_ranks, num_engines=num_engines, slots_per_engine=slots_per_engine, colocated=colocated)
+def needs(num_ranks: int, num_engines: int = 0, slots_per_engine: int = 1, nodes_per_engine: int = 1, *, colocated: bool = False) -> Needs:
+    sizes = {"slots_per_engine": slots_per_engine, "nodes_per_engine": nodes_per_engine}
+    return Needs(num_ranks=num_ranks, num_engines=num_engines, **sizes, colocated=colocated)
 
 
 def node_of_rank(placement: Placement, rank: int) -> int:
@@ -26,41 +29,55 @@ def node_of_rank(placement: Placement, rank: int) -> int:
 @given(
     num_ranks=st.integers(1, 70),
     num_engines=st.integers(0, 12),
-    slots_per_engine=st.sampled_from([1, 2, 3, 4, 8]),
+    slots_per_part=st.sampled_from([1, 2, 3, 4, 8]),
+    nodes_per_engine=st.sampled_from([1, 1, 2, 3]),
     slots_per_node=st.sampled_from([3, 4, 8]),
     colocated=st.booleans(),
 )
 def test_everything_is_placed_once_and_engines_stay_whole(
-    num_ranks: int, num_engines: int, slots_per_engine: int, slots_per_node: int, colocated: bool
+    num_ranks: int, num_engines: int, slots_per_part: int, nodes_per_engine: int, slots_per_node: int, colocated: bool
 ) -> None:
-    wanted = needs(num_ranks, num_engines, slots_per_engine, colocated=colocated)
+    wanted = needs(num_ranks, num_engines, slots_per_part * nodes_per_engine, nodes_per_engine, colocated=colocated)
     try:
         count = nodes_needed(wanted, slots_per_node=slots_per_node)
         placement = place(wanted, nodes=[slots_per_node] * count)
     except UserError as error:
-        too_large = slots_per_engine > slots_per_node
-        too_many = colocated and sum(_whole_engines(num_ranks, slots_per_node, slots_per_engine)) < num_engines
+        too_large = slots_per_part > slots_per_node
+        too_many = colocated and _most_engines(num_ranks, slots_per_node, slots_per_part, nodes_per_engine) < num_engines
         assert too_large or too_many, error
         return
     assert len(placement.nodes) == count
     assert [rank for share in placement.nodes for rank in share.ranks] == list(range(num_ranks))
-    assert [number for share in placement.nodes for number in share.engines] == list(range(num_engines))
+    for number in range(num_engines):
+        nodes = placement.nodes_of_engine(number)
+        assert nodes == tuple(range(nodes[0], nodes[0] + nodes_per_engine))
     for share in placement.nodes:
         taken = [*([] if colocated else range(len(share.ranks))), *(slot for slots in share.engines.values() for slot in slots)]
         assert len(set(taken)) == len(taken)
         assert share.slots <= slots_per_node
-        assert all(len(slots) == slots_per_engine for slots in share.engines.values())
+        assert all(len(slots) == slots_per_part for slots in share.engines.values())
     if colocated:
         beside = [rank for engine in range(num_engines) for rank in placement.ranks_beside(engine)]
-        assert len(set(beside)) == len(beside) == num_engines * slots_per_engine
+        assert len(set(beside)) == len(beside) == num_engines * slots_per_part * nodes_per_engine
     if count > 1 and not colocated:
         with pytest.raises(UserError):
             place(wanted, nodes=[slots_per_node] * (count - 1))
 
 
-def _whole_engines(num_ranks: int, slots_per_node: int, slots_per_engine: int) -> list[int]:
+def _most_engines(num_ranks: int, slots_per_node: int, slots_per_part: int, nodes_per_engine: int) -> int:
+    """The most engines beside ranks, by trying every choice of neighbouring nodes for the next one."""
     full, last = divmod(num_ranks, slots_per_node)
-    return [slots_per_node // slots_per_engine] * full + [last // slots_per_engine]
+    parts = tuple([slots_per_node // slots_per_part] * full + [last // slots_per_part])
+
+    @cache
+    def most(first: int, free: tuple[int, ...]) -> int:
+        if first + nodes_per_engine > len(parts):
+            return 0
+        here, others = free[:nodes_per_engine], (*free[nodes_per_engine:], *parts[first + nodes_per_engine : first + nodes_per_engine + 1])
+        counts = range(min(here) + 1)
+        return max(count + most(first + 1, (*(left - count for left in here[1:]), *others)) for count in counts)
+
+    return most(0, parts[:nodes_per_engine])
 
 
 @pytest.mark.parametrize(
@@ -79,8 +96,27 @@ def test_blocks_of_ranks_are_the_groups_that_megatron_makes(tp: int, cp: int, pp
 def test_engines_follow_the_ranks_and_fill_their_last_node() -> None:
     placement = place(needs(12, 2, 4), nodes=[8] * 4)
     assert [share.ranks for share in placement.nodes] == [range(8), range(8, 12), range(12, 12)]
-    assert [placement.node_of_engine(engine) for engine in (0, 1)] == [1, 2]
+    assert [placement.nodes_of_engine(engine) for engine in (0, 1)] == [(1,), (2,)]
     assert placement.nodes[1].engines == {0: range(4, 8)}
+
+
+def test_an_engine_over_nodes_has_equal_parts_on_neighbours() -> None:
+    """12 ranks, then engines of 8 on two nodes: 4 beside the last ranks and 4 on the next node, whose others go on."""
+    placement = place(needs(12, 2, 8, 2), nodes=[8] * 4)
+    assert [placement.nodes_of_engine(engine) for engine in (0, 1)] == [(1, 2), (2, 3)]
+    assert [dict(share.engines) for share in placement.nodes] == [{}, {0: range(4, 8)}, {0: range(4), 1: range(4, 8)}, {1: range(4)}]
+    assert nodes_needed(needs(12, 2, 8, 2), slots_per_node=8) == 4
+    assert placement_rows(placement)["node 2"] == "engines 0-1 on GPUs 0-7, 4 each, on 2 nodes each"
+
+
+def test_a_colocated_engine_over_nodes_is_beside_ranks_in_order() -> None:
+    placement = place(needs(16, 2, 8, 2, colocated=True), nodes=[8, 8])
+    assert [placement.ranks_beside(engine) for engine in (0, 1)] == [(0, 1, 2, 3, 8, 9, 10, 11), (4, 5, 6, 7, 12, 13, 14, 15)]
+    options = Reservation(placement, PlacementGroup.empty(), (1, 0), "cuda", {}).engine_options(1)
+    assert [each["scheduling_strategy"].placement_group_bundle_index for each in options] == [1, 0]
+    assert [each["num_gpus"] for each in options] == [0, 0]
+    apart = Reservation(place(needs(0, 1, 16, 2), nodes=[8, 8]), PlacementGroup.empty(), (0, 1), "cuda", {})
+    assert [each["num_gpus"] for each in apart.engine_options(0)] == [8, 8]
 
 
 def test_colocated_engines_share_the_slots_of_ranks() -> None:
@@ -95,7 +131,9 @@ def test_colocated_engines_share_the_slots_of_ranks() -> None:
         (needs(64, 8, 8), [8] * 15, "64 ranks + 8 engines × 8 GPUs = 128 GPUs, 15 nodes × 8 = 120 GPUs; add nodes"),
         (needs(9), [4, 4], "9 ranks = 9 GPUs, 2 nodes × 4 = 8 GPUs"),
         (needs(3), [2, 0], "2 nodes with 2 + 0 = 2 GPUs"),
-        (needs(8, 1, 16), [8] * 3, "an engine of 16 GPUs needs 16 / 8 = 2 nodes of 8, but an engine lives on one node"),
+        (needs(8, 1, 16), [8] * 3, "an engine of 16 GPUs needs 16 / 8 = 2 nodes of 8, but rollout.sglang.nnodes is 1; set it to 2,"),
+        (needs(8, 1, 32, 2), [8] * 5, "4 nodes of 8, but rollout.sglang.nnodes is 2; set it to 4, or rollout.sglang.tp_size to 16 or less"),
+        (needs(12, 1, 16, 2), [8, 8, 16], "an engine lives on 2 neighbouring nodes (rollout.sglang.nnodes), and only 0 of 1 find 8"),
         (needs(6, 2, 4), [8, 8 - 2], "only 1 of 2 find 4 free GPUs there"),
         (needs(8, 3, 4, colocated=True), [8], "3 engines × 4 GPUs = 12, but they share those of 8 ranks; set rollout.num_engines to 2"),
         (needs(8), [], "8 ranks = 8 GPUs, 0 nodes with 0 = 0 GPUs"),
@@ -160,13 +198,16 @@ def test_what_a_run_needs_follows_from_its_settings() -> None:
     assert Needs.of(settings, device_kind="cuda") == Needs(num_ranks=6, num_engines=3, slots_per_engine=2, colocated=False, unit="GPU")
     assert Needs.of(settings, device_kind="cpu") == Needs(num_ranks=6, num_engines=3, slots_per_engine=1, colocated=False, unit="CPU")
     assert Needs.of(settings, device_kind="cuda", trains=False).num_ranks == 0
+    spread = load_settings(None, ["run.directory=run", "model.path=model", "data.train=train.jsonl", *overrides, "rollout.sglang.nnodes=2"])
+    for kind, slots in (("cuda", 2), ("cpu", 2)):
+        assert (wanted := Needs.of(spread, device_kind=kind)).slots_per_engine == slots and wanted.nodes_per_engine == 2
 
 
 def test_the_variables_of_a_run_reach_every_ray_process() -> None:
     placement = place(needs(2, num_engines=1), nodes=[4])
     variables = {"NCCL_NVLS_ENABLE": "0"}
     reservation = Reservation(placement, PlacementGroup.empty(), (0,), "cuda", variables)
-    for options in (reservation.rank_options(0), reservation.engine_options(0)):
+    for options in (reservation.rank_options(0), *reservation.engine_options(0)):
         assert options["runtime_env"] == {"env_vars": variables}
     assert "runtime_env" not in Reservation(placement, PlacementGroup.empty(), (0,), "cpu", {}).rank_options(0)
 

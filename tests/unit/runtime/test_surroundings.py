@@ -27,7 +27,7 @@ def beside(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Mapping[str, Sequen
         monkeypatch.setattr(start, "TRANSPORTS", {settings.weight_transport: made.append})
         placement = place(Needs.of(settings, device_kind="cuda"), nodes=[8])
         reservation: Any = SimpleNamespace(device_kind="cuda", placement=placement)
-        addresses: Any = [SimpleNamespace(url=url) for url in ("a", "b")]
+        addresses: Any = [SimpleNamespace(url=url, hosts=()) for url in ("a", "b")]
         start.make_transport(settings, SimpleNamespace(free_address=None), reservation, addresses, urls)  # type: ignore[arg-type]
         assert made[0].num_engines == len(urls) and made[0].ranks_per_engine == 2
         return made[0].ranks_beside

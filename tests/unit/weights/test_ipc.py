@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import pytest
 import torch
@@ -97,7 +98,7 @@ def free_address() -> tuple[str, int]:
         return "127.0.0.1", int(probe.getsockname()[1])
 
 
-def make_transport(beside: dict[str, Sequence[int]], *, ranks_per_engine: int = 1) -> IpcTransport:
+def make_transport(beside: dict[str, Sequence[int]], *, ranks_per_engine: int = 1, **surroundings: Any) -> IpcTransport:
     return IpcTransport(
         Surroundings(
             manifest=SPECS,
@@ -109,6 +110,7 @@ def make_transport(beside: dict[str, Sequence[int]], *, ranks_per_engine: int = 
             timeout_s=10.0,
             ranks_beside=beside,
             bucket_bytes=20,
+            **surroundings,
         )
     )
 
@@ -329,6 +331,14 @@ def test_an_engine_on_another_host_is_refused() -> None:
     # An address of documentation (RFC 5737), which no machine has.
     with pytest.raises(UserError, match="is not on the machine of Megatron rank 2"):
         check_same_host("http://192.0.2.1:80", rank=2)
+    url = "http://127.0.0.1:80"
+    plan = make_transport({url: (0, 3)}, ranks_per_engine=4, hosts={url: ("127.0.0.1", "192.0.2.1")}).plan
+    assert {rank: [(seat.tp_rank, seat.host) for seat in seats] for rank, seats in plan.seats.items()} == {
+        0: [(0, "127.0.0.1"), (1, "127.0.0.1")],
+        3: [(2, "192.0.2.1"), (3, "192.0.2.1")],
+    }
+    with pytest.raises(UserError, match="rank 3"):
+        plan.open(Source(), rank=3)  # type: ignore[arg-type]
     plan = make_transport({"http://192.0.2.1:80": (1,)}).plan
     with pytest.raises(UserError, match="rank 1"):
         plan.open(Source(), rank=1)  # type: ignore[arg-type]
