@@ -13,15 +13,19 @@ or `buffer_rows.SCHEMA`, describes the tables.
     numpy.frombuffer(response_ids, "<i4")
 """
 
+import itertools
 import json
+import sqlite3
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.data import buffer_rows
-from megatron_rl.data.sqlite_file import SqliteFile
+from megatron_rl.data.sqlite_file import LOCKED, SqliteFile, database_errors
 from megatron_rl.data.token_values import TokenValues
 from megatron_rl.errors import UserError
 from megatron_rl.types import Group, Prompt, Sample
@@ -42,10 +46,15 @@ WAITING = (
 NEWEST = "SELECT trained FROM groups INDEXED BY groups_by_state WHERE state = 'consumed' ORDER BY position DESC LIMIT ?"
 COUNT = "SELECT count(*) FROM groups WHERE state = ?"
 PRUNABLE = (
-    "SELECT row_number() OVER (PARTITION BY consumed_step ORDER BY "
+    "SELECT consumed_step, row_number() OVER (PARTITION BY consumed_step ORDER BY "
     "EXISTS (SELECT 1 FROM samples WHERE group_id = id AND token_values IS NOT NULL) DESC, position), "
     "count(*) OVER (PARTITION BY consumed_step), id "
-    "FROM groups INDEXED BY groups_unpruned WHERE pruned = 0 AND consumed_step <= ?"
+    "FROM groups INDEXED BY groups_unpruned WHERE pruned = 0 AND consumed_step <= ? ORDER BY 1, 2 DESC"
+)
+RECORDS = "routed_experts = NULL, candidates = NULL"
+ARRAYS = (
+    "response_ids = NULL, loss_mask = NULL, rollout_log_probs = NULL, weight_versions = NULL, own_prompt_ids = NULL, "
+    f"token_values = NULL, {RECORDS}"
 )
 MEAN_REWARDS = (
     "SELECT id, avg(reward) FROM (SELECT id, position, max(reward) AS reward FROM groups JOIN samples ON group_id = id "
@@ -98,7 +107,7 @@ class Answer:
 
 
 class Buffer(SqliteFile):
-    """The buffer of one run, held by one process at a time and used by one thread of the process.
+    """The buffer of one run, held by one process at a time and used by one thread of the process; `prune` by any.
 
     Opening puts groups that a killed process had in flight back to pending. Every method raises
     UserError when the disk is full or the file cannot be used.
@@ -109,6 +118,7 @@ class Buffer(SqliteFile):
         identity = (buffer_rows.APPLICATION_ID, buffer_rows.SCHEMA_VERSION)
         super().__init__(path, schema=buffer_rows.SCHEMA, identity=identity, note=note)
         self.made_by = made_by
+        self._pruning, self._closing = threading.Lock(), threading.Event()
         ((first,),) = self._read("SELECT min(position) FROM groups")
         self.num_gone = 0 if first is None else int(first) - 1
         """Groups of a lost buffer, consumed before the present ones; set only in an empty buffer."""
@@ -314,25 +324,36 @@ class Buffer(SqliteFile):
         Of each step `keep` groups only lose their records of engines, for readers of the run: those
         with values of tokens, then the first ones. A step of `keep` groups or fewer loses nothing,
         for a replay.
+
+        Each group is a transaction of a connection of its own, and others write in a pause as long after it; kept
+        groups come last, beside one other, so that a later call finds the same ones to keep. `close` ends the call.
+        A later one prunes what is left then, or where another program locks the file.
         """
-        if self._locked is not None:
-            # The next run prunes: the checkpoint at the end of this run must not fail.
-            return
-        with self._transaction() as connection:
-            found = [(number <= keep, of_step <= keep, name) for number, of_step, name in connection.execute(PRUNABLE, (step,))]
-            connection.executemany(
-                "UPDATE samples SET response_ids = NULL, loss_mask = NULL, rollout_log_probs = NULL, weight_versions = NULL, "
-                "own_prompt_ids = NULL, token_values = NULL WHERE group_id = ?",
-                [(group_id,) for kept, _, group_id in found if not kept],
-            )
-            records = "routed_experts = NULL, candidates = NULL"
-            connection.executemany(
-                f"UPDATE samples SET {records} WHERE group_id = ?", [(group_id,) for _, whole, group_id in found if not whole]
-            )
-            connection.executemany(
-                "UPDATE groups SET pruned = ?, made_by = iif(?, made_by, NULL) WHERE id = ?",
-                [(1 + kept, whole, group_id) for kept, whole, group_id in found],
-            )
+        with self._pruning, database_errors(self.path), closing(self._connected()) as connection:
+            found = connection.execute(PRUNABLE, (step,)).fetchall()
+            for _, piece in itertools.groupby(found, key=lambda row: (row[0], max(row[1], keep + 1))):
+                begun_s = time.monotonic()
+                try:
+                    connection.execute("BEGIN IMMEDIATE")
+                except sqlite3.OperationalError as error:
+                    if str(error) != LOCKED:
+                        raise
+                    return
+                with connection:
+                    for _, number, of_step, group_id in piece:
+                        kept, whole = number <= keep, of_step <= keep
+                        if not whole:
+                            connection.execute(f"UPDATE samples SET {RECORDS if kept else ARRAYS} WHERE group_id = ?", (group_id,))
+                        values = (1 + kept, whole, group_id)
+                        connection.execute("UPDATE groups SET pruned = ?, made_by = iif(?, made_by, NULL) WHERE id = ?", values)
+                if self._closing.wait(time.monotonic() - begun_s):
+                    return
+
+    def close(self) -> None:
+        """End `prune`, flush and let another process open the file."""
+        self._closing.set()
+        with self._pruning:
+            super().close()
 
     def _move(self, group_ids: Sequence[str], state: str) -> None:
         now = time.time()
