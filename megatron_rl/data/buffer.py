@@ -129,7 +129,7 @@ class Buffer(SqliteFile):
 
         Raises UserError for a consumed prompt, and for other tokens of an id.
         """
-        with self._transaction() as connection:
+        with self.transaction() as connection:
             new = 0
             for prompt in prompts:
                 row = buffer_rows.prompt_row(prompt)
@@ -139,8 +139,9 @@ class Buffer(SqliteFile):
                     new += 1
                 elif known[1] != row[3]:
                     raise UserError(
-                        f"prompt {prompt.id!r} has other tokens than in {self.path}: the data file or the tokenizer has changed; "
-                        "restore it or choose another run.directory"
+                        f"prompt {prompt.id!r} has other tokens than in {self.path}: the data file, the tokenizer, or what data "
+                        "says of prompts (system_prompt, chat_template_kwargs, max_prompt_tokens) has changed; restore it or choose "
+                        "another run.directory"
                     )
                 elif known[0] == "consumed":
                     raise UserError(
@@ -159,7 +160,7 @@ class Buffer(SqliteFile):
         chosen = f"state = 'pending' AND position IN (SELECT position FROM ({FRONT})) ORDER BY position LIMIT ?"
         # SQLite takes a negative limit for none at all.
         limits = (-1 if among is None else max(among, 0), max(limit, 0))
-        with self._transaction() as connection:
+        with self.transaction() as connection:
             found = connection.execute(f"SELECT {buffer_rows.GROUP_COLUMNS} FROM groups WHERE {chosen}", limits).fetchall()
             prompts = [buffer_rows.read_prompt(row) for row in found]
             self._move([prompt.id for prompt in prompts], "in_flight")
@@ -167,7 +168,7 @@ class Buffer(SqliteFile):
 
     def put_samples(self, group: Group) -> None:
         """Save the part of a group in flight, for a restart. Raises ValueError as `put_done`."""
-        with self._transaction():
+        with self.transaction():
             self._replace_samples(group)
 
     def finished(self, prompt: Prompt) -> Group | None:
@@ -178,7 +179,7 @@ class Buffer(SqliteFile):
     def put_answers(self, group_id: str, answers: Iterable[Answer]) -> None:
         """Save answers for a group in flight until it has samples. Raises ValueError as `put_done`."""
         rows = [(group_id, answer.request, answer.content, answer.min_version, answer.max_version) for answer in answers]
-        with self._transaction() as connection:
+        with self.transaction() as connection:
             self._check_in_flight(group_id)
             connection.executemany("INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?, ?)", rows)
 
@@ -190,7 +191,7 @@ class Buffer(SqliteFile):
         """Move a group with a sample or failure from in flight to done; else raise ValueError."""
         if not group.samples and not group.failures:
             raise ValueError(f"group {group.id!r} has no samples and no failures, needs at least one")
-        with self._transaction():
+        with self.transaction():
             self._replace_samples(group)
             self._move([group.id], "done")
 
@@ -217,7 +218,7 @@ class Buffer(SqliteFile):
 
     def consume(self, rejections: Mapping[str, str | None], *, step: int) -> None:
         """Mark done groups as consumed by `step` (from 1), by id with a reason for no training."""
-        with self._transaction() as connection:
+        with self.transaction() as connection:
             connection.executemany(
                 "UPDATE groups SET state = 'consumed', consumed_step = ?, trained = ?, rejection = ? WHERE id = ?",
                 [(step, reason is None, reason, group_id) for group_id, reason in rejections.items()],
@@ -225,7 +226,7 @@ class Buffer(SqliteFile):
 
     def put_token_values(self, samples: Mapping[int, Sample], values: TokenValues) -> None:
         """Keep `values` of the tokens of `samples`, by row of the trained batch, for readers of the run."""
-        with self._transaction() as connection:
+        with self.transaction() as connection:
             for row, sample in samples.items():
                 table = values.of_row(row, begin=len(sample.prompt.token_ids), length=len(sample.response_ids))
                 if table is not None:
@@ -252,7 +253,7 @@ class Buffer(SqliteFile):
         """
         version = "max(max_version)" if by_newest else "min(min_version)"
         stale = f"SELECT group_id FROM samples WHERE group_id IN {{}} GROUP BY group_id HAVING {version} < ?"
-        with self._transaction() as connection:
+        with self.transaction() as connection:
             found = self._ids(stale.format(OLDEST_DONE), (max(limit, 0), oldest_version))
             self._move(found, "pending")
             self._drop(self._ids(stale.format(PENDING), (oldest_version,)))
@@ -274,7 +275,7 @@ class Buffer(SqliteFile):
 
     def recover(self) -> int:
         """Put every group in flight, now abandoned, back to pending; return their number."""
-        with self._transaction() as connection:
+        with self.transaction() as connection:
             return connection.execute(
                 "UPDATE groups SET state = 'pending', updated_at = ? WHERE state = 'in_flight'", (time.time(),)
             ).rowcount
@@ -294,7 +295,7 @@ class Buffer(SqliteFile):
         waits = "(state <> 'consumed' OR consumed_step > :step)"
         clean = "consumed_step = NULL, trained = NULL, rejection = NULL, pruned = 0"
         values = {"step": step, "made_by": self.made_by}
-        with self._transaction() as connection:
+        with self.transaction() as connection:
             others = dict(
                 self._read(f"SELECT made_by, count(*) FROM groups WHERE {waits} AND made_by <> :made_by GROUP BY made_by", values)
             )
@@ -312,7 +313,7 @@ class Buffer(SqliteFile):
 
     def distrust(self, *, step: int) -> None:
         """Drop the samples of done groups, and let `rewind` make those that `step` consumed anew, too."""
-        with self._transaction() as connection:
+        with self.transaction() as connection:
             done = self._ids("SELECT id FROM groups WHERE state = 'done'", ())
             self._drop(done)
             self._move(done, "pending")

@@ -198,13 +198,16 @@ class OwnRows:
         except (TypeError, ValueError) as error:
             raise UserError(f"{self._name} has the state {own!r:.80}, which JSON cannot hold ({error}); use plain values") from error
         settings = self._settings
-        keys = {"prompt_key": settings.prompt_key, "label_key": settings.label_field}
+        keys = {"prompt_key": settings.prompt_key, "label_key": settings.label_field, "system_prompt": settings.system_prompt}
+        # A checkpoint of an earlier release has none.
+        keys["chat_template_kwargs"] = settings.chat_template_kwargs or None
         facts = {"source": settings.source, "args": settings.args, "seed": self._seed, **keys}
         return {**facts, "taken": self._num_taken, "seen": self._seen_step, "own": own}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from `state()`. Raises UserError for another source, arguments, seed or fields."""
-        names = {"seed": "run.seed"} | {key: f"data.{key}" for key in ("source", "args", "prompt_key", "label_key")}
+        keys = ("source", "args", "prompt_key", "label_key", "system_prompt", "chat_template_kwargs")
+        names = {"seed": "run.seed"} | {key: f"data.{key}" for key in keys}
         _check_same(state, self.state(), names)
         self._call("taking back its state", lambda: setattr(self._source, "state", state["own"]))
         self._num_taken, self._seen_step = state["taken"], state.get("seen", 0)

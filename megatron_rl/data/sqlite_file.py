@@ -90,7 +90,11 @@ class SqliteFile:
             return self._connection.execute(query, values).fetchall()
 
     @contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
+    def transaction(self) -> Iterator[sqlite3.Connection]:
+        """Write all of the body, or nothing where it raises; one in another's body is a part of that."""
+        if self._connection.in_transaction:
+            yield self._connection
+            return
         with database_errors(self.path):
             self._begin()
             try:

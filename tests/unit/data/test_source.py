@@ -1,6 +1,8 @@
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -297,8 +299,8 @@ def my_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "my_rows", raising=False)
 
 
-def opened(name: str = "Numbers", *, seed: int = 4, label_key: str = "label", **args: Any) -> OwnRows:
-    return OwnRows(settings=DataSettings(source=f"my_rows:{name}", args=args, label_key=label_key), seed=seed, need_response=False)
+def opened(name: str = "Numbers", *, seed: int = 4, data: Mapping[str, Any] = MappingProxyType({}), **args: Any) -> OwnRows:
+    return OwnRows(settings=DataSettings(source=f"my_rows:{name}", args=args, **data), seed=seed, need_response=False)
 
 
 def prompts(tokenizer: Any, name: str = "Numbers", *, need_response: bool = False, **settings: Any) -> PromptSource:
@@ -341,7 +343,9 @@ def test_state_goes_on_in_another_instance(tokenizer: Any) -> None:
     [
         (lambda: opened(seed=5), "cannot resume: run.seed is 5, was 4"),
         (lambda: opened(step=3), "cannot resume: data.args is {'step': 3}, was {}"),
-        (lambda: opened(label_key="answer"), "cannot resume: data.label_key is answer, was label"),
+        (lambda: opened(data={"system_prompt": "Think."}), "cannot resume: data.system_prompt is Think., was None"),
+        (lambda: opened(data={"chat_template_kwargs": {"a": 1}}), "cannot resume: data.chat_template_kwargs is {'a': 1}, was None"),
+        (lambda: opened(data={"label_key": "answer"}), "cannot resume: data.label_key is answer, was label"),
         (lambda: opened("NoAnswers"), "cannot resume: data.source is my_rows:NoAnswers, was my_rows:Numbers"),
     ],
 )
