@@ -70,7 +70,8 @@ class Engine:
         self._gpu_ids, self._log_path, self._host, self._mixture = gpu_ids, log_path, host, mixture
         self._vocab_size = _vocab_size(Path(arguments["model_path"]))
         self.api_key = secrets.token_urlsafe(24)
-        port = free_port(host) if port is None else check_port(host, port)
+        self._claim = socket.socket(socket.AF_UNIX)
+        port = free_port(host, claim=self._claim) if port is None else check_port(host, port)
         self.url = f"http://{host}:{port}"
         self._arguments = {**arguments, "host": host, "port": port, "api_key": self.api_key}
         self._process: subprocess.Popen[bytes] | None = None
@@ -156,6 +157,7 @@ class Engine:
 
     def stop(self) -> None:
         """Kill the server with its process group, and reap it; SGLang's own shutdown saves nothing."""
+        self._claim.close()
         if self._process is None or self._scratch is None:
             return
         with suppress(ProcessLookupError):
@@ -211,12 +213,20 @@ class Engine:
             return None
 
 
-def free_port(host: str) -> int:
-    """Return a port of `host` without a listener. Raises EngineError after a hundred tries."""
+def free_port(host: str, *, claim: socket.socket) -> int:
+    """Return a port of `host` without a listener. Raises EngineError after a hundred tries.
+
+    No other call on this machine returns it until `claim`, a new UNIX socket, is closed: who is to listen may
+    need minutes to do so.
+    """
     for _ in range(100):
         port = FIRST_PORT + secrets.randbelow(LAST_PORT - FIRST_PORT)
         error = _bind_error(host, port)
         if error is None:
+            try:
+                claim.bind(f"\0megatron-rl port {port}")
+            except OSError:  # another process's
+                continue
             return port
         if error.errno != errno.EADDRINUSE:
             return check_port(host, port)

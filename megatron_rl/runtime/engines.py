@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import ray
 from ray.exceptions import GetTimeoutError
 
-from megatron_rl.config.derived import dtype_name, start_deadline_s
+from megatron_rl.config.derived import DEADLINE, dtype_name, start_deadline_s
 from megatron_rl.config.settings import ModelSettings, Settings, TrainingSettings, WeightSettings
 from megatron_rl.config.yaml_text import format_value
 from megatron_rl.engines.answers import MixtureShape
@@ -121,8 +121,8 @@ class EngineGroup:
     def finish_start(self, refs: list[ray.ObjectRef]) -> list[EngineAddress]:
         """Wait until every engine serves."""
         timeout_s = start_deadline_s(self._settings.model) + ENGINES_STOP_S
-        addresses: list[EngineAddress] = self._watchdog.wait_for_all(refs, name="starting the engines", owner="engine", timeout_s=timeout_s)
-        return addresses
+        how: dict[str, Any] = {"owner": "engine", "timeout_s": timeout_s, "see": DEADLINE}
+        return self._watchdog.wait_for_all(refs, name="starting the engines", **how)
 
     def watch(self, number: int, *, goes_on: Callable[[Exception], bool]) -> None:
         """Watch an engine from now on; `goes_on` decides if the run continues after its death."""

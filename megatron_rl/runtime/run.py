@@ -16,7 +16,7 @@ from ray.exceptions import RayError
 
 from megatron_rl.algorithms.rounding_limits import Expected
 from megatron_rl.checkpoints.run_checkpoints import CheckpointWriter, RunState, load_newest, oldest_step
-from megatron_rl.config.derived import sync_deadline_s
+from megatron_rl.config.derived import DEADLINE, sync_deadline_s
 from megatron_rl.config.settings import RunSettings, Settings
 from megatron_rl.errors import DeadlineError, EngineDiedError, MegatronRLError, ParityError, UserError, counted
 from megatron_rl.observe.console import PhaseProgress
@@ -27,7 +27,7 @@ from megatron_rl.rollout.manager import MAX_RESAMPLING_ROUNDS, RolloutManager
 from megatron_rl.runtime.agreement import Agreement
 from megatron_rl.runtime.colocation import Phase, SharedDevices
 from megatron_rl.runtime.grace import finishing_first
-from megatron_rl.runtime.run_evaluations import RunEvaluations, generation_deadline_s
+from megatron_rl.runtime.run_evaluations import GENERATION_SETTINGS, RunEvaluations, generation_deadline_s
 from megatron_rl.runtime.run_records import RunRecords
 from megatron_rl.runtime.trainers import TrainerGroup
 from megatron_rl.runtime.watchdog import Watchdog
@@ -36,6 +36,7 @@ from megatron_rl.types import TrainBatch
 from megatron_rl.weights.sync import WeightSync
 
 Result = TypeVar("Result")
+Work = Coroutine[Any, Any, Result] | Future[Result]
 
 
 class Run(ABC):
@@ -250,8 +251,9 @@ class RolloutRun(Run):
         self._version: int | None = None  # of the trainer's weights, where engines serve them, too
         records.follow("rollout", lambda: manager.busy_s)
 
-    def _wait(self, work: "Coroutine[Any, Any, Result] | Future[Result]", *, name: str, timeout_s: float = ENGINE_CONTROL_S) -> Result:
-        return self._watchdog.wait(work, name=name, owner="the engines", timeout_s=timeout_s, meanwhile=self._update_newcomers)
+    def _wait(self, work: Work[Result], *, name: str, timeout_s: float = ENGINE_CONTROL_S, see: str = "") -> Result:
+        how: dict[str, Any] = {"owner": "the engines", "timeout_s": timeout_s, "see": see, "meanwhile": self._update_newcomers}
+        return self._watchdog.wait(work, name=name, **how)
 
     def _update_newcomers(self) -> None:
         """Give engines that were started again the weights that the others serve."""
@@ -260,7 +262,7 @@ class RolloutRun(Run):
             self._sync_weights(self._version)  # its bytes are none of the step's: a run without the death has none
             self._ranks_are_idle = idle
 
-    def _wait_for_samples(self, work: "Coroutine[Any, Any, Result] | Future[Result]", *, name: str, timeout_s: float) -> Result:
+    def _wait_for_samples(self, work: Work[Result], *, name: str, timeout_s: float, see: str = GENERATION_SETTINGS) -> Result:
         """Wait for samples, or their storage, while the ranks are idle; finish a written save meanwhile."""
         self._ranks_are_idle = True
 
@@ -271,7 +273,7 @@ class RolloutRun(Run):
                 self._evaluations.give_up()
             self._update_newcomers()
 
-        result = self._watchdog.wait(work, name=name, owner="the engines", timeout_s=timeout_s, meanwhile=meanwhile)
+        result = self._watchdog.wait(work, name=name, owner="the engines", timeout_s=timeout_s, see=see, meanwhile=meanwhile)
         self._ranks_are_idle = False
         return result
 
@@ -318,8 +320,7 @@ class RolloutRun(Run):
             raise self._explained(error, version=step, batch=batch) from error
         overlap_s, train_s = self._manager.busy_s - busy_before_s, time.perf_counter() - start_s
         self._records.add({"rollout/overlap_fraction": Mean(min(overlap_s, train_s), train_s)})
-        keeping = self._manager.keep(self._ranks.recorded)
-        self._wait_for_samples(keeping, name="keeping the values of tokens", timeout_s=ENGINE_CONTROL_S)
+        self._wait_for_samples(self._manager.keep(self._ranks.recorded), name="keeping token values", timeout_s=ENGINE_CONTROL_S, see="")
         prints, seen = self._settings.observe.print_samples, list(self._manager.looked_at.values())
         if prints and seen and not (step + 1) % prints:
             self._records.say(*lines_of(seen[step % len(seen)], step=step + 1))
@@ -348,11 +349,11 @@ class RolloutRun(Run):
         try:
             with finishing_first(), self._records.phase("sync"):
                 syncing = self._sync.run(version=version, prove=prove)
-                found = self._wait(syncing, name=f"weight sync to version {version}", timeout_s=timeout_s)
+                found = self._wait(syncing, name=f"weight sync to version {version}", timeout_s=timeout_s, see=DEADLINE)
             if proves and prove is None and self._agreement.expected is not None:
                 self._take_devices(Phase.GENERATION)
                 proving = self._agreement.prove(self._manager.pool.membership.members)
-                self._wait(proving, name="scores of fixed tokens", timeout_s=timeout_s)
+                self._wait(proving, name="scores of fixed tokens", timeout_s=timeout_s, see=DEADLINE)
         except ParityError as error:
             raise self._explained(error, version=version) from error
         self._version = version if proves else None

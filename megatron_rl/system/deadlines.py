@@ -94,6 +94,8 @@ ENGINES_STOP_S = 30.0
 """The actor of an engine; within it ENGINE_STOP_S."""
 ENGINE_STOP_S = 10.0
 """The server, before it is killed."""
+EXIT_S = 30.0
+"""Threads of the user's code that go on after a command's end."""
 RAY_LEAVE_S = 1.0
 """The driver's farewell to a Ray of its own, before the processes of that are killed."""
 RAY_STOP_S = 10.0

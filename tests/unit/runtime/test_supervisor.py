@@ -57,6 +57,24 @@ DEFER = """
 """
 
 
+HANGS = """
+import sys, threading
+from megatron_rl import cli
+from megatron_rl.runtime import supervisor
+
+supervisor.EXIT_S = 0.5
+cli._command = lambda words: threading.Thread(target=threading.Event().wait, name="of a plug-in").start() or 3
+sys.exit(cli.main())
+"""
+
+
+def test_a_thread_that_never_ends_does_not_keep_the_process() -> None:
+    ended = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 3
+    (said,) = ended.stderr.splitlines()
+    assert said.startswith("megatron-rl: the thread of a plug-in has not ended and is cut off in wait (")
+
+
 class Command:
     """A command under its supervisor: `front` is the process that was started."""
 

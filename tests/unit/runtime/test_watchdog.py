@@ -48,6 +48,8 @@ def test_results_come_in_order_whatever_they_come_from(watchdog: Watchdog) -> No
 def test_the_deadline_names_the_wait_and_who_is_missing(watchdog: Watchdog) -> None:
     with pytest.raises(DeadlineError, match=r"weight sync did not finish within 0 s, still waiting for: engine 1, engine 2$"):
         watchdog.wait_for_all([finished(1), Future(), Future()], name="weight sync", owner="engine", timeout_s=0.05)
+    with pytest.raises(DeadlineError, match=r"weight sync did not finish within 0 s, .*: engine 0; see model\.deadline_s$"):
+        watchdog.wait_for_all([Future()], name="weight sync", owner="engine", timeout_s=0.05, see="model.deadline_s")
 
 
 def test_a_coroutine_past_its_deadline_is_named_and_cancelled(watchdog: Watchdog) -> None:
