@@ -8,12 +8,12 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import ray
-from ray.exceptions import GetTimeoutError
 
 from megatron_rl.config.derived import DEADLINE, dtype_name, start_deadline_s
 from megatron_rl.config.settings import ModelSettings, Settings, TrainingSettings, WeightSettings
@@ -170,11 +170,11 @@ class EngineGroup:
         self._stopped = True
         self._watchdog.forget()
         stopping = [worker.stop.remote() for worker in self._workers]
-        for ref in stopping:
-            try:
-                ray.get(ref, timeout=ENGINES_STOP_S)
-            except (*ACTOR_DEATHS, GetTimeoutError):
-                continue
+        # One deadline for all: the engines of lost nodes would each take theirs, one after the other.
+        stopped, _ = ray.wait(stopping, num_returns=len(stopping), timeout=ENGINES_STOP_S)
+        for ref in stopped:
+            with suppress(*ACTOR_DEATHS):
+                ray.get(ref)
         for worker in self._workers:
             # For other engines, their places in Ray's reservation.
             ray.kill(worker)

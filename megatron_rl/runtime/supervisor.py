@@ -26,7 +26,7 @@ import psutil
 
 from megatron_rl.errors import UserError
 from megatron_rl.runtime.grace import ENDING, PASSED_ON
-from megatron_rl.system.deadlines import EXIT_S
+from megatron_rl.system.deadlines import EXIT_S, REPORT_S
 from megatron_rl.system.leftovers import adopt_orphans, die_with_parent
 
 _PARENT_DIED = signal.SIGUSR1
@@ -87,7 +87,11 @@ def leave(status: int) -> int:
 
 def run_command(*words: object) -> None:
     """Run another command of this program in a process of its own. Raises UserError with its sentence."""
-    done = subprocess.run([sys.executable, "-m", "megatron_rl", *map(str, words)], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "megatron_rl", *map(str, words)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=REPORT_S)
+    except subprocess.TimeoutExpired as error:
+        raise UserError(f"it did not end within {REPORT_S:g} s and was killed; try `megatron-rl {words[0]}` by hand") from error
     if done.returncode:
         raise UserError((done.stderr.strip().splitlines() or [f"it ended with status {done.returncode}"])[-1].removeprefix("megatron-rl: "))
 

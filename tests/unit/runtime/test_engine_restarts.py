@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import RayActorError
 
 from megatron_rl.config.load import load_settings
 from megatron_rl.errors import EngineError
@@ -130,3 +131,23 @@ def test_an_engine_that_is_given_up_ends_every_wait(monkeypatch: pytest.MonkeyPa
         finished: Future[str] = Future()
         finished.set_result("done")
         assert watchdog.wait(finished, name="work", owner="a rank", timeout_s=10) == "done"
+
+
+def test_all_engines_stop_within_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of them is dead and another one does not answer; their places are free for others."""
+    actors, group, asked = Actors(monkeypatch), make_group(), list[Any]()
+    group._watchdog = SimpleNamespace(forget=lambda: None)  # type: ignore[assignment]
+    for worker in group._workers:
+        worker.stop = SimpleNamespace(remote=lambda number=worker.number: number)
+
+    def wait(refs: list[int], **how: float) -> tuple[list[int], list[int]]:
+        asked.append((refs, how))
+        return refs[:1], refs[1:]
+
+    def get(ref: int) -> None:
+        raise RayActorError
+
+    monkeypatch.setattr(engines.ray, "wait", wait)
+    monkeypatch.setattr(engines.ray, "get", get)
+    group.stop()
+    assert asked == [([0, 1], {"num_returns": 2, "timeout": engines.ENGINES_STOP_S})] and actors.killed == [0, 1]

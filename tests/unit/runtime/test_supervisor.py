@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from megatron_rl.errors import UserError
+from megatron_rl.runtime import supervisor
 from megatron_rl.runtime.supervisor import begin_command, run_command
 
 START = """
@@ -155,12 +156,15 @@ def test_ctrl_c_without_end_ends_also_what_defers_it(start: Callable[[str], Comm
     assert "Traceback" not in command.output.read_text()
 
 
-def test_a_command_of_its_own_says_why_it_failed(tmp_path: Path) -> None:
+def test_a_command_of_its_own_says_why_it_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"^\S+/metrics\.jsonl does not exist, so there is nothing to report"):
         run_command("report", tmp_path)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/loss": 0.5}\n')
     run_command("report", tmp_path)
     assert (tmp_path / "report.html").exists()
+    monkeypatch.setattr(supervisor, "REPORT_S", 0.05)
+    with pytest.raises(UserError, match=r"it did not end within 0\.05 s and was killed"):
+        run_command("report", tmp_path)
     with begin_command("report", tmp_path) as behind:
         assert os.getpriority(os.PRIO_PROCESS, behind.pid) == 19
         behind.kill()
