@@ -331,8 +331,10 @@ class Buffer(SqliteFile):
         A later one prunes what is left then, or where another program locks the file.
         """
         with self._pruning, database_errors(self.path), closing(self._connected()) as connection:
-            found = connection.execute(PRUNABLE, (step,)).fetchall()
+            found, pause_s = connection.execute(PRUNABLE, (step,)).fetchall(), 0.0
             for _, piece in itertools.groupby(found, key=lambda row: (row[0], max(row[1], keep + 1))):
+                if self._closing.wait(pause_s):
+                    return
                 begun_s = time.monotonic()
                 try:
                     connection.execute("BEGIN IMMEDIATE")
@@ -347,8 +349,7 @@ class Buffer(SqliteFile):
                             connection.execute(f"UPDATE samples SET {RECORDS if kept else ARRAYS} WHERE group_id = ?", (group_id,))
                         values = (1 + kept, whole, group_id)
                         connection.execute("UPDATE groups SET pruned = ?, made_by = iif(?, made_by, NULL) WHERE id = ?", values)
-                if self._closing.wait(time.monotonic() - begun_s):
-                    return
+                pause_s = time.monotonic() - begun_s
 
     def close(self) -> None:
         """End `prune`, flush and let another process open the file."""

@@ -71,7 +71,7 @@ def test_prune_keeps_some_groups_of_each_step_whole(buffer: Buffer, make_group: 
 
 
 class Pauses:
-    """In place of an event: in each pause between pieces another prompt is written, and after `count` of them pruning ends."""
+    """In place of an event: in each pause before a piece another prompt is written, and in the last of `count` pruning ends."""
 
     def __init__(self, buffer: Buffer, prompts: Iterator[Prompt], count: int = 99) -> None:
         self._buffer, self._prompts, self.left, self.seen = buffer, prompts, count, 0
@@ -97,7 +97,7 @@ def test_prune_lets_others_write_and_goes_on_where_it_ended(buffer: Buffer, make
     buffer.prune(3, keep=2)
     found = "SELECT id, pruned FROM groups WHERE state = 'consumed' AND pruned = 0 ORDER BY position"
     assert pauses.seen == min(until, 5), "a piece for each of 2 groups and for what is kept of 3 steps"
-    assert len(connection.execute(found).fetchall()) == [10, 9, 6, 4, 1, 1, 1][until - 1]
+    assert len(connection.execute(found).fetchall()) == [11, 10, 9, 6, 4, 1, 1][until - 1]
     pauses.left = 99
     buffer.prune(3, keep=2)
     query = (
@@ -120,6 +120,11 @@ def test_prune_works_in_any_thread_until_the_buffer_is_closed(tmp_path: Path, ma
         closing = pool.submit(buffer._closing.wait)
         ended = pool.submit(lambda: (closing.result(), buffer._pruning.release()))
     assert ended.done() and closing.result(), "a call that goes on ends before the file is another's"
+    with sqlite3.connect(tmp_path / "buffer.sqlite") as other:
+        other.execute("UPDATE groups SET pruned = 0")
+    buffer.prune(1, keep=0)
+    with sqlite3.connect(tmp_path / "buffer.sqlite") as other:
+        assert other.execute("SELECT sum(pruned) FROM groups").fetchone() == (0,), "and one that comes late does nothing"
 
 
 def test_prune_keeps_groups_with_values_of_tokens_first(buffer: Buffer, make_group: Any) -> None:
