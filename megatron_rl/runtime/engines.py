@@ -21,7 +21,7 @@ from megatron_rl.config.yaml_text import format_value
 from megatron_rl.engines.answers import MixtureShape
 from megatron_rl.engines.engine import Engine, EngineAddress
 from megatron_rl.engines.server_args import server_arguments
-from megatron_rl.errors import EngineDiedError
+from megatron_rl.errors import DeadlineError, EngineDiedError
 from megatron_rl.runtime.cluster import Reservation, enter_directory, own_gpus
 from megatron_rl.runtime.watchdog import ACTOR_DEATHS, Watchdog
 from megatron_rl.system.deadlines import ENGINES_STOP_S
@@ -157,7 +157,10 @@ class EngineGroup:
         await asyncio.sleep(min(MAX_BACKOFF_S, 2.0**num_before - 1))
         await asyncio.to_thread(self._renew, number)
         starting: asyncio.Future[EngineAddress] = asyncio.wrap_future(self._workers[number].start.remote(timeout_s).future())
-        return await asyncio.wait_for(starting, timeout_s + ENGINES_STOP_S)
+        await asyncio.wait([starting], timeout=timeout_s + ENGINES_STOP_S)
+        if not starting.done():
+            raise DeadlineError(f"it did not start within {timeout_s + ENGINES_STOP_S:.0f} s; see {DEADLINE}")
+        return starting.result()
 
     def _renew(self, number: int) -> None:
         """Make a new actor for an engine; what is left of the old one holds the place in Ray's reservation."""

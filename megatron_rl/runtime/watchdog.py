@@ -183,7 +183,10 @@ class Watchdog:
             with suppress(TimeoutError):
                 self.begin(context.__aexit__(None, None, None)).result(timeout=CLOSE_S)
             raise
-        self.begin(context.__aexit__(None, None, None)).result(timeout=CLOSE_S)
+        closing = self.begin(context.__aexit__(None, None, None))
+        if not concurrent.futures.wait([closing], timeout=CLOSE_S).done:
+            raise DeadlineError(f"the end of {name} did not finish within {CLOSE_S:g} s, still waiting for: {owner}")
+        closing.result()
 
     def begin(self, work: Work) -> Future:
         """Start the work, if a coroutine; the caller cancels the future to abandon the work."""

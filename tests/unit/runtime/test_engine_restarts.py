@@ -10,7 +10,7 @@ import pytest
 from ray.exceptions import RayActorError
 
 from megatron_rl.config.load import load_settings
-from megatron_rl.errors import EngineError
+from megatron_rl.errors import DeadlineError, EngineError
 from megatron_rl.runtime import engines
 from megatron_rl.runtime.engines import EngineGroup
 from megatron_rl.runtime.watchdog import Watchdog
@@ -79,6 +79,16 @@ def test_starts_of_an_hour_are_counted_and_come_later_and_later(monkeypatch: pyt
         assert actors.killed[-1] == 0
 
     asyncio.run(work())
+
+
+def test_an_engine_that_does_not_start_again_in_time_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    Actors(monkeypatch)
+    group, silent = make_group("model.deadline_s=1"), SimpleNamespace(future=Future)
+    made = SimpleNamespace(number=9, start=SimpleNamespace(remote=lambda timeout_s: silent))
+    group._make_workers[1] = lambda: made
+    monkeypatch.setattr(engines, "ENGINES_STOP_S", -0.95)
+    with pytest.raises(DeadlineError, match=r"it did not start within 0 s; see model\.deadline_s"):
+        asyncio.run(group.restart(1))
 
 
 @pytest.mark.parametrize("override", ["rollout.engine_restarts=0", "runtime.colocate=true"])

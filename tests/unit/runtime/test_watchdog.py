@@ -66,6 +66,19 @@ def test_a_coroutine_past_its_deadline_is_named_and_cancelled(watchdog: Watchdog
     assert ended.wait(5)
 
 
+def test_an_end_past_its_deadline_is_named(watchdog: Watchdog, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CLOSE_S", 0.05)
+
+    @asynccontextmanager
+    async def opened() -> AsyncIterator[int]:
+        yield 1
+        await asyncio.sleep(3600)
+
+    with pytest.raises(DeadlineError, match=r"the end of opening did not finish within 0\.05 s, still waiting for: it$"):  # noqa: SIM117
+        with watchdog.entered(opened(), name="opening", owner="it", timeout_s=5):
+            pass
+
+
 def test_code_that_exits_on_the_event_loop_ends_the_wait_for_it(watchdog: Watchdog) -> None:
     async def leave() -> None:
         sys.exit(3)
