@@ -124,10 +124,10 @@ class Buffer(SqliteFile):
         """Groups of a lost buffer, consumed before the present ones; set only in an empty buffer."""
         self.recover()
 
-    def add_prompts(self, prompts: Iterable[Prompt]) -> int:
+    def add_prompts(self, prompts: Iterable[Prompt], *, renewed: bool = False) -> int:
         """Add prompts as pending groups, or renew label and metadata; return the number of new ones.
 
-        Raises UserError for a consumed prompt, and for other tokens of an id.
+        Raises UserError for a consumed prompt, and for other tokens of an id, unless pending ones are `renewed`.
         """
         with self.transaction() as connection:
             new = 0
@@ -137,7 +137,7 @@ class Buffer(SqliteFile):
                 if known is None:
                     connection.execute(buffer_rows.INSERT_GROUP, (1 + self.num_gone, *row))
                     new += 1
-                elif known[1] != row[3]:
+                elif known[1] != row[3] and not (renewed and known[0] == "pending"):
                     raise UserError(
                         f"prompt {prompt.id!r} has other tokens than in {self.path}: the data file, the tokenizer, or what data "
                         "says of prompts (system_prompt, chat_template_kwargs, max_prompt_tokens) has changed; restore it or choose "
@@ -149,7 +149,7 @@ class Buffer(SqliteFile):
                         "resume from the checkpoint of that run or choose another run.directory"
                     )
                 elif known[0] == "pending":
-                    connection.execute(buffer_rows.UPDATE_GROUP, (prompt.label, row[4], prompt.id))
+                    connection.execute(buffer_rows.UPDATE_GROUP, row[:6])
             return new
 
     def take_pending(self, limit: int, *, among: int | None = None) -> list[Prompt]:

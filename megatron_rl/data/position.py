@@ -6,7 +6,7 @@ from typing import Any
 from megatron_rl.config.data_settings import DataSettings
 from megatron_rl.config.settings import RewardSettings, RolloutSettings
 from megatron_rl.data.buffer import Buffer, BufferCounts
-from megatron_rl.data.row_source import OwnRows
+from megatron_rl.data.row_source import RENDERING, OwnRows
 from megatron_rl.data.source import PromptSource
 from megatron_rl.errors import UserError, counted
 
@@ -77,10 +77,11 @@ def rewind(source: PromptSource, buffer: Buffer, *, step: int, position: dict[st
             # A kill before the next checkpoint comes back to this one, with what is made from now on.
             buffer.num_gone = num_groups
         # Prompts taken after the checkpoint are in the buffer: the next prompts come behind.
+        renewed = RENDERING in (position or {}) and position[RENDERING] != source.rows.state().get(RENDERING)
         pending = {group.id for group in buffer.waiting() if group.state != "done"}
-        buffer.add_prompts(source.follow(buffer.ids_after(num_groups)))
-        # Prompts from before the checkpoint wait with labels of the settings at that time.
-        buffer.add_prompts(source.again(sorted(pending)))
+        buffer.add_prompts(source.follow(buffer.ids_after(num_groups)), renewed=renewed)
+        # Prompts from before the checkpoint wait as the settings at that time read them.
+        buffer.add_prompts(source.again(sorted(pending)), renewed=renewed)
     now = buffer.made_by
     renewed = (f"{counted(count, 'group')} to be made anew, because {difference(then, now)}" for then, count in others.items())
     return (*gone, *renewed)

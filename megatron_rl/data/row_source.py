@@ -22,6 +22,8 @@ NamedRow = tuple[str, Row]  # a row and the id of its prompt, which no other row
 MeanReward = Callable[[str], float | None]
 """The mean reward of a prompt's answers by its id; None for one that no step has taken, or without a reward."""
 _PROBED_ROWS = 2
+RENDERING = "rendering"
+"""Key of a state of files: the settings with which the same rows are other tokens."""
 
 
 class FileRows:
@@ -40,6 +42,7 @@ class FileRows:
         weights = np.array([files.weight for files in sources])
         self._shares = weights / weights.sum()
         self._digest = _digest(sources)
+        self._rendering = settings.model_dump(mode="json", include={"system_prompt", "chat_template_kwargs"})
         self._pools = [files.pools for files in sources]
         self._taken = [0] * len(parts)
         self._passed = [0] * len(parts)  # rows taken or left out by a pool
@@ -121,7 +124,7 @@ class FileRows:
     def state(self) -> dict[str, Any]:
         """Return the rows taken of each source, with the facts that must stay equal for them to be valid."""
         facts = {"seed": self._seed, "shuffle": self._shuffle, "digest": self._digest, "num_rows": len(self.rows)}
-        return {"taken": list(self._taken), "passed": list(self._passed), **facts}
+        return {"taken": list(self._taken), "passed": list(self._passed), RENDERING: self._rendering, **facts}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from `state()`. Raises UserError for other files, rows, weights, seed or data.shuffle."""
