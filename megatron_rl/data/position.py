@@ -77,7 +77,8 @@ def rewind(source: PromptSource, buffer: Buffer, *, step: int, position: dict[st
             # A kill before the next checkpoint comes back to this one, with what is made from now on.
             buffer.num_gone = num_groups
         # Prompts taken after the checkpoint are in the buffer: the next prompts come behind.
-        renewed = RENDERING in (position or {}) and position[RENDERING] != source.rows.state().get(RENDERING)
+        then = (position or {}).get(RENDERING)
+        renewed = then is not None and then != source.rows.state().get(RENDERING)
         pending = {group.id for group in buffer.waiting() if group.state != "done"}
         buffer.add_prompts(source.follow(buffer.ids_after(num_groups)), renewed=renewed)
         # Prompts from before the checkpoint wait as the settings at that time read them.
