@@ -303,7 +303,7 @@ class Buffer(SqliteFile):
             failed = "SELECT group_id FROM samples WHERE outcome <> 'scored'"
             unscored = self._ids(f"SELECT id FROM groups WHERE {waits} AND id IN ({failed})", values)
             later = "group_id IN (SELECT id FROM groups WHERE consumed_step > :step)"
-            connection.execute(f"UPDATE samples SET token_values = NULL WHERE {later}", values)
+            connection.execute(f"UPDATE samples SET token_values = NULL WHERE token_values IS NOT NULL AND {later}", values)
             connection.execute(f"UPDATE groups SET state = 'done', {clean} WHERE consumed_step > :step", values)
             # All samples of such a group: the samples left would count as the whole group.
             self._drop(dropped)

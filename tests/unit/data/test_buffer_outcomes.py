@@ -145,6 +145,16 @@ def test_prune_keeps_groups_with_values_of_tokens_first(buffer: Buffer, make_gro
     assert buffer._connection.execute(query).fetchall()[1:] == [("b", 2, 1), ("c", 0, 0), ("d", 2, 0)], "to be trained on again"
 
 
+def test_a_rewind_writes_no_sample_that_it_keeps(buffer: Buffer, make_group: Any) -> None:
+    """Samples have megabytes, and those of all steps since the checkpoint would be written once more, while the run waits."""
+    fill(buffer, [make_group(name, scored=True) for name in "abc"])
+    take_done(buffer, 1, step=2)
+    take_done(buffer, 2, step=3)
+    before = buffer._connection.total_changes
+    assert buffer.rewind(1) == {} and buffer.counts().done == 3
+    assert buffer._connection.total_changes - before == 3, "the groups alone"
+
+
 def test_values_of_tokens_are_found_by_row_whatever_their_order() -> None:
     generator = np.random.default_rng(0)
     order = generator.permutation(12)
