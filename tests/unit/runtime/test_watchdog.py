@@ -391,7 +391,7 @@ def test_what_is_told_of_a_late_wait_delays_no_deadline(monkeypatch: pytest.Monk
 )
 def test_the_bound_of_a_late_wait(watchdog: Watchdog, seconds: list[float], late_after_s: float) -> None:
     watchdog._seconds["sync to version N"].extend(seconds)
-    with watchdog._opened({Future(): "engine 0"}, name="sync to version 12", timeout_s=900.0) as wait:
+    with watchdog._opened({Future(): "engine 0"}, name="sync to version 12", timeout_s=900.0, see="") as wait:
         assert watchdog.open_waits == [wait] and wait.late_after_s == late_after_s
     assert len(watchdog._seconds["sync to version N"]) == len(seconds) + 1
 
