@@ -31,7 +31,7 @@ from megatron_rl.plugins.loader import kind_of
 from megatron_rl.report.buffer_command import opened
 from megatron_rl.report.commands import reading
 from megatron_rl.runtime.grace import Grace
-from megatron_rl.runtime.supervisor import supervise
+from megatron_rl.runtime.supervisor import leave, supervise
 from megatron_rl.system.process_variables import check_directory, check_home, settle_output
 
 _COUNT = click.IntRange(1, 2**17)
@@ -363,9 +363,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line on `arguments` (the process's own when None); return the exit status."""
     settle_output()
     with Grace():
-        if arguments is None:
-            supervise()
-        return exit_status(partial(_command, list(sys.argv[1:] if arguments is None else arguments)))
+        if arguments is not None:
+            return exit_status(partial(_command, list(arguments)))
+        supervise()
+        return leave(exit_status(partial(_command, sys.argv[1:])))
 
 
 def _command(words: list[str]) -> int | None:

@@ -76,9 +76,12 @@ def _step(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def oldest_step(directory: Path) -> int:
-    """Return the steps of the oldest checkpoint kept in `directory`, 0 without a checkpoint."""
-    return min(map(_step, checkpoint_paths(directory)), default=0)
+def oldest_step(directory: Path, *, among: int) -> int:
+    """Return the steps of the oldest of the newest `among` checkpoints in `directory`, 0 without a checkpoint.
+
+    From one that run.keep_interval keeps for good, a run makes its samples anew.
+    """
+    return min(map(_step, checkpoint_paths(directory)[-among:]), default=0)
 
 
 class Ranks(Protocol):

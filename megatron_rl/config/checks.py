@@ -14,7 +14,6 @@ from megatron_rl.config.eval_sets import EvalSettings
 from megatron_rl.config.order import FirstComplete
 from megatron_rl.config.section import MAX_INTEGER
 from megatron_rl.config.settings import (
-    CriticSettings,
     ModelSettings,
     RolloutSettings,
     RuntimeSettings,
@@ -70,45 +69,6 @@ def contradictions(settings: Settings) -> list[str]:
             "from; set model.teacher to a Hugging Face directory, or objective.distillation_coef to 0"
         )
     return found
-
-
-def setting_notes(settings: Settings) -> list[str]:
-    """Return one sentence for each changed setting without a reader, and for allowed but seldom intended ones."""
-    objective, training, teacher = settings.objective, settings.training, settings.model.teacher
-    data, found = settings.data, list[str]()
-    if settings.supervised:
-        because = "objective.policy_loss sft starts no engine and calls no reward"
-        if data.samples_per_prompt not in (1, DataSettings.model_fields["samples_per_prompt"].default):
-            found.append(f"data.samples_per_prompt {data.samples_per_prompt} has no effect: {because}, a row gives one sequence")
-        sections = {"rollout": settings.rollout, "reward": settings.reward, "weights": settings.weights}
-        unread = [f"the section {name}" for name, section in sections.items() if section != type(section)()]
-        unread += ["runtime.colocate true"] * settings.runtime.colocate + ["training.routing_replay true"] * training.routing_replay
-        found += [f"{name} has no effect: {because}" for name in unread]
-    else:
-        found += [f"{name} has no effect: {settings.rollout.name} does not read it" for name in _unread(settings.rollout)]
-    if not objective.has_critic and training.critic != CriticSettings():
-        kind = objective.advantage.kind
-        found.append(f"the section training.critic has no effect: objective.advantage.kind is {kind}, only gae trains a critic")
-    if teacher is not None and not objective.distillation_coef:
-        found.append(f"model.teacher {teacher} has no effect: objective.distillation_coef is 0")
-    if training.reference_interval and settings.supervised:
-        found.append(f"training.reference_interval {training.reference_interval} has no effect: objective.policy_loss sft measures no KL")
-    elif training.reference_interval and objective.needs_reference:
-        found.append(
-            f"training.reference_interval {training.reference_interval} has no effect: the objective reads the reference for every batch"
-        )
-    return found
-
-
-def _unread(rollout: RolloutSettings) -> Iterator[str]:
-    """Yield the changed settings of other kinds of rollouts."""
-    hosted, agent, own = rollout.is_hosted, rollout.agent, rollout.function or rollout.environment or rollout.agent
-    readers = {"args": own, "max_turns": hosted, "renderer": hosted, "step_timeout_s": rollout.environment}
-    yield from (
-        f"rollout.{name}" for name, read in readers.items() if not read and getattr(rollout, name) != getattr(RolloutSettings(), name)
-    )
-    if agent is not None and agent.function and agent.max_processes:
-        yield "rollout.agent.max_processes"
 
 
 def _uncorrected(got: str, loss: str, taken: str) -> str:

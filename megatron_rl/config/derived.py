@@ -11,6 +11,8 @@ from megatron_rl.system.deadlines import MODEL_BYTES_PER_S, REQUEST_S, REQUEST_T
 CORES_PER_REWARD_WORKER = 4
 """Cores of the machine per reward worker; ranks, engines and the driver take the others."""
 MOST_REWARD_WORKERS = 64
+DEADLINE = "model.deadline_s"
+"""The setting in place of the deadlines below, for messages."""
 FEWEST_REQUESTS = 8
 """Requests in flight that an engine has at least where rollout.max_concurrent_requests is null."""
 CANDIDATES_LIMIT, MOST_CANDIDATES = "sampling_mask_max_tokens", 4096

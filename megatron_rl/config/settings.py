@@ -32,7 +32,9 @@ class RunSettings(Section):
         "(37 bytes a token), for readers; of others they go with the last checkpoint that could come back to them. A step with no more "
         "groups stays whole, with the engines' records, for train --replay.",
     )
-    keep_interval: int = Field(0, ge=0, description="Checkpoints of its multiples are kept for good; 0 keeps the newest alone.")
+    keep_interval: int = Field(
+        0, ge=0, description="Checkpoints of its multiples stay for good, without samples; 0 keeps the newest alone."
+    )
     export_interval: int = Field(
         0, ge=0, description="Steps between Hugging Face directories that stay in exports; 0 leaves those of checkpoints alone."
     )

@@ -13,15 +13,19 @@ or `buffer_rows.SCHEMA`, describes the tables.
     numpy.frombuffer(response_ids, "<i4")
 """
 
+import itertools
 import json
+import sqlite3
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.data import buffer_rows
-from megatron_rl.data.sqlite_file import SqliteFile
+from megatron_rl.data.sqlite_file import LOCKED, SqliteFile, database_errors
 from megatron_rl.data.token_values import TokenValues
 from megatron_rl.errors import UserError
 from megatron_rl.types import Group, Prompt, Sample
@@ -42,10 +46,15 @@ WAITING = (
 NEWEST = "SELECT trained FROM groups INDEXED BY groups_by_state WHERE state = 'consumed' ORDER BY position DESC LIMIT ?"
 COUNT = "SELECT count(*) FROM groups WHERE state = ?"
 PRUNABLE = (
-    "SELECT row_number() OVER (PARTITION BY consumed_step ORDER BY "
+    "SELECT consumed_step, row_number() OVER (PARTITION BY consumed_step ORDER BY "
     "EXISTS (SELECT 1 FROM samples WHERE group_id = id AND token_values IS NOT NULL) DESC, position), "
     "count(*) OVER (PARTITION BY consumed_step), id "
-    "FROM groups INDEXED BY groups_unpruned WHERE pruned = 0 AND consumed_step <= ?"
+    "FROM groups INDEXED BY groups_unpruned WHERE pruned = 0 AND consumed_step <= ? ORDER BY 1, 2 DESC"
+)
+RECORDS = "routed_experts = NULL, candidates = NULL"
+ARRAYS = (
+    "response_ids = NULL, loss_mask = NULL, rollout_log_probs = NULL, weight_versions = NULL, own_prompt_ids = NULL, "
+    f"token_values = NULL, {RECORDS}"
 )
 MEAN_REWARDS = (
     "SELECT id, avg(reward) FROM (SELECT id, position, max(reward) AS reward FROM groups JOIN samples ON group_id = id "
@@ -98,7 +107,7 @@ class Answer:
 
 
 class Buffer(SqliteFile):
-    """The buffer of one run, held by one process at a time and used by one thread of the process.
+    """The buffer of one run, held by one process at a time and used by one thread of the process; `prune` by any.
 
     Opening puts groups that a killed process had in flight back to pending. Every method raises
     UserError when the disk is full or the file cannot be used.
@@ -109,17 +118,18 @@ class Buffer(SqliteFile):
         identity = (buffer_rows.APPLICATION_ID, buffer_rows.SCHEMA_VERSION)
         super().__init__(path, schema=buffer_rows.SCHEMA, identity=identity, note=note)
         self.made_by = made_by
+        self._pruning, self._closing = threading.Lock(), threading.Event()
         ((first,),) = self._read("SELECT min(position) FROM groups")
         self.num_gone = 0 if first is None else int(first) - 1
         """Groups of a lost buffer, consumed before the present ones; set only in an empty buffer."""
         self.recover()
 
-    def add_prompts(self, prompts: Iterable[Prompt]) -> int:
+    def add_prompts(self, prompts: Iterable[Prompt], *, renewed: bool = False) -> int:
         """Add prompts as pending groups, or renew label and metadata; return the number of new ones.
 
-        Raises UserError for a consumed prompt, and for other tokens of an id.
+        Raises UserError for a consumed prompt, and for other tokens of an id, unless pending ones are `renewed`.
         """
-        with self._transaction() as connection:
+        with self.transaction() as connection:
             new = 0
             for prompt in prompts:
                 row = buffer_rows.prompt_row(prompt)
@@ -127,10 +137,11 @@ class Buffer(SqliteFile):
                 if known is None:
                     connection.execute(buffer_rows.INSERT_GROUP, (1 + self.num_gone, *row))
                     new += 1
-                elif known[1] != row[3]:
+                elif known[1] != row[3] and not (renewed and known[0] == "pending"):
                     raise UserError(
-                        f"prompt {prompt.id!r} has other tokens than in {self.path}: the data file or the tokenizer has changed; "
-                        "restore it or choose another run.directory"
+                        f"prompt {prompt.id!r} has other tokens than in {self.path}: the data file, the tokenizer, or what data "
+                        "says of prompts (system_prompt, chat_template_kwargs, max_prompt_tokens) has changed; restore it or choose "
+                        "another run.directory"
                     )
                 elif known[0] == "consumed":
                     raise UserError(
@@ -138,7 +149,7 @@ class Buffer(SqliteFile):
                         "resume from the checkpoint of that run or choose another run.directory"
                     )
                 elif known[0] == "pending":
-                    connection.execute(buffer_rows.UPDATE_GROUP, (prompt.label, row[4], prompt.id))
+                    connection.execute(buffer_rows.UPDATE_GROUP, row[:6])
             return new
 
     def take_pending(self, limit: int, *, among: int | None = None) -> list[Prompt]:
@@ -149,7 +160,7 @@ class Buffer(SqliteFile):
         chosen = f"state = 'pending' AND position IN (SELECT position FROM ({FRONT})) ORDER BY position LIMIT ?"
         # SQLite takes a negative limit for none at all.
         limits = (-1 if among is None else max(among, 0), max(limit, 0))
-        with self._transaction() as connection:
+        with self.transaction() as connection:
             found = connection.execute(f"SELECT {buffer_rows.GROUP_COLUMNS} FROM groups WHERE {chosen}", limits).fetchall()
             prompts = [buffer_rows.read_prompt(row) for row in found]
             self._move([prompt.id for prompt in prompts], "in_flight")
@@ -157,7 +168,7 @@ class Buffer(SqliteFile):
 
     def put_samples(self, group: Group) -> None:
         """Save the part of a group in flight, for a restart. Raises ValueError as `put_done`."""
-        with self._transaction():
+        with self.transaction():
             self._replace_samples(group)
 
     def finished(self, prompt: Prompt) -> Group | None:
@@ -168,7 +179,7 @@ class Buffer(SqliteFile):
     def put_answers(self, group_id: str, answers: Iterable[Answer]) -> None:
         """Save answers for a group in flight until it has samples. Raises ValueError as `put_done`."""
         rows = [(group_id, answer.request, answer.content, answer.min_version, answer.max_version) for answer in answers]
-        with self._transaction() as connection:
+        with self.transaction() as connection:
             self._check_in_flight(group_id)
             connection.executemany("INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?, ?)", rows)
 
@@ -180,7 +191,7 @@ class Buffer(SqliteFile):
         """Move a group with a sample or failure from in flight to done; else raise ValueError."""
         if not group.samples and not group.failures:
             raise ValueError(f"group {group.id!r} has no samples and no failures, needs at least one")
-        with self._transaction():
+        with self.transaction():
             self._replace_samples(group)
             self._move([group.id], "done")
 
@@ -207,7 +218,7 @@ class Buffer(SqliteFile):
 
     def consume(self, rejections: Mapping[str, str | None], *, step: int) -> None:
         """Mark done groups as consumed by `step` (from 1), by id with a reason for no training."""
-        with self._transaction() as connection:
+        with self.transaction() as connection:
             connection.executemany(
                 "UPDATE groups SET state = 'consumed', consumed_step = ?, trained = ?, rejection = ? WHERE id = ?",
                 [(step, reason is None, reason, group_id) for group_id, reason in rejections.items()],
@@ -215,7 +226,7 @@ class Buffer(SqliteFile):
 
     def put_token_values(self, samples: Mapping[int, Sample], values: TokenValues) -> None:
         """Keep `values` of the tokens of `samples`, by row of the trained batch, for readers of the run."""
-        with self._transaction() as connection:
+        with self.transaction() as connection:
             for row, sample in samples.items():
                 table = values.of_row(row, begin=len(sample.prompt.token_ids), length=len(sample.response_ids))
                 if table is not None:
@@ -242,7 +253,7 @@ class Buffer(SqliteFile):
         """
         version = "max(max_version)" if by_newest else "min(min_version)"
         stale = f"SELECT group_id FROM samples WHERE group_id IN {{}} GROUP BY group_id HAVING {version} < ?"
-        with self._transaction() as connection:
+        with self.transaction() as connection:
             found = self._ids(stale.format(OLDEST_DONE), (max(limit, 0), oldest_version))
             self._move(found, "pending")
             self._drop(self._ids(stale.format(PENDING), (oldest_version,)))
@@ -264,7 +275,7 @@ class Buffer(SqliteFile):
 
     def recover(self) -> int:
         """Put every group in flight, now abandoned, back to pending; return their number."""
-        with self._transaction() as connection:
+        with self.transaction() as connection:
             return connection.execute(
                 "UPDATE groups SET state = 'pending', updated_at = ? WHERE state = 'in_flight'", (time.time(),)
             ).rowcount
@@ -284,7 +295,7 @@ class Buffer(SqliteFile):
         waits = "(state <> 'consumed' OR consumed_step > :step)"
         clean = "consumed_step = NULL, trained = NULL, rejection = NULL, pruned = 0"
         values = {"step": step, "made_by": self.made_by}
-        with self._transaction() as connection:
+        with self.transaction() as connection:
             others = dict(
                 self._read(f"SELECT made_by, count(*) FROM groups WHERE {waits} AND made_by <> :made_by GROUP BY made_by", values)
             )
@@ -292,7 +303,7 @@ class Buffer(SqliteFile):
             failed = "SELECT group_id FROM samples WHERE outcome <> 'scored'"
             unscored = self._ids(f"SELECT id FROM groups WHERE {waits} AND id IN ({failed})", values)
             later = "group_id IN (SELECT id FROM groups WHERE consumed_step > :step)"
-            connection.execute(f"UPDATE samples SET token_values = NULL WHERE {later}", values)
+            connection.execute(f"UPDATE samples SET token_values = NULL WHERE token_values IS NOT NULL AND {later}", values)
             connection.execute(f"UPDATE groups SET state = 'done', {clean} WHERE consumed_step > :step", values)
             # All samples of such a group: the samples left would count as the whole group.
             self._drop(dropped)
@@ -302,7 +313,7 @@ class Buffer(SqliteFile):
 
     def distrust(self, *, step: int) -> None:
         """Drop the samples of done groups, and let `rewind` make those that `step` consumed anew, too."""
-        with self._transaction() as connection:
+        with self.transaction() as connection:
             done = self._ids("SELECT id FROM groups WHERE state = 'done'", ())
             self._drop(done)
             self._move(done, "pending")
@@ -314,25 +325,37 @@ class Buffer(SqliteFile):
         Of each step `keep` groups only lose their records of engines, for readers of the run: those
         with values of tokens, then the first ones. A step of `keep` groups or fewer loses nothing,
         for a replay.
+
+        Each group is a transaction of a connection of its own, and others write in a pause as long after it; kept
+        groups come last, beside one other, so that a later call finds the same ones to keep. `close` ends the call.
+        A later one prunes what is left then, or where another program locks the file.
         """
-        if self._locked is not None:
-            # The next run prunes: the checkpoint at the end of this run must not fail.
-            return
-        with self._transaction() as connection:
-            found = [(number <= keep, of_step <= keep, name) for number, of_step, name in connection.execute(PRUNABLE, (step,))]
-            connection.executemany(
-                "UPDATE samples SET response_ids = NULL, loss_mask = NULL, rollout_log_probs = NULL, weight_versions = NULL, "
-                "own_prompt_ids = NULL, token_values = NULL WHERE group_id = ?",
-                [(group_id,) for kept, _, group_id in found if not kept],
-            )
-            records = "routed_experts = NULL, candidates = NULL"
-            connection.executemany(
-                f"UPDATE samples SET {records} WHERE group_id = ?", [(group_id,) for _, whole, group_id in found if not whole]
-            )
-            connection.executemany(
-                "UPDATE groups SET pruned = ?, made_by = iif(?, made_by, NULL) WHERE id = ?",
-                [(1 + kept, whole, group_id) for kept, whole, group_id in found],
-            )
+        with self._pruning, database_errors(self.path), closing(self._connected()) as connection:
+            found, pause_s = connection.execute(PRUNABLE, (step,)).fetchall(), 0.0
+            for _, piece in itertools.groupby(found, key=lambda row: (row[0], max(row[1], keep + 1))):
+                if self._closing.wait(pause_s):
+                    return
+                begun_s = time.monotonic()
+                try:
+                    connection.execute("BEGIN IMMEDIATE")
+                except sqlite3.OperationalError as error:
+                    if str(error) != LOCKED:
+                        raise
+                    return
+                with connection:
+                    for _, number, of_step, group_id in piece:
+                        kept, whole = number <= keep, of_step <= keep
+                        if not whole:
+                            connection.execute(f"UPDATE samples SET {RECORDS if kept else ARRAYS} WHERE group_id = ?", (group_id,))
+                        values = (1 + kept, whole, group_id)
+                        connection.execute("UPDATE groups SET pruned = ?, made_by = iif(?, made_by, NULL) WHERE id = ?", values)
+                pause_s = time.monotonic() - begun_s
+
+    def close(self) -> None:
+        """End `prune`, flush and let another process open the file."""
+        self._closing.set()
+        with self._pruning:
+            super().close()
 
     def _move(self, group_ids: Sequence[str], state: str) -> None:
         now = time.time()

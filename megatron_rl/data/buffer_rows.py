@@ -92,7 +92,7 @@ INSERT_GROUP = (
     "INSERT INTO groups (position, id, state, prompt_text, label, prompt_ids, metadata, messages, updated_at) "
     "VALUES (coalesce((SELECT max(position) FROM groups) + 1, ?), ?, 'pending', ?, ?, ?, ?, ?, ?)"
 )
-UPDATE_GROUP = "UPDATE groups SET label = ?, metadata = ? WHERE id = ?"
+UPDATE_GROUP = "UPDATE groups SET prompt_text = ?2, label = ?3, prompt_ids = ?4, metadata = ?5, messages = ?6 WHERE id = ?1"
 GROUP_COLUMNS = "id, prompt_text, label, prompt_ids, metadata, messages"
 SAMPLE_COLUMNS = (
     "group_id, sample_index, outcome, reward, reward_message, reward_components, stop_reason, response_text, num_tokens, "

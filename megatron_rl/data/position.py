@@ -6,7 +6,7 @@ from typing import Any
 from megatron_rl.config.data_settings import DataSettings
 from megatron_rl.config.settings import RewardSettings, RolloutSettings
 from megatron_rl.data.buffer import Buffer, BufferCounts
-from megatron_rl.data.row_source import OwnRows
+from megatron_rl.data.row_source import RENDERING, OwnRows
 from megatron_rl.data.source import PromptSource
 from megatron_rl.errors import UserError, counted
 
@@ -67,18 +67,22 @@ def rewind(source: PromptSource, buffer: Buffer, *, step: int, position: dict[st
     if position is not None:
         source.rows.restore(position)
         num_groups = position[_GROUPS]
-    others = buffer.rewind(step)
-    counts = buffer.counts()
-    if position is not None:
-        gone = _missing(buffer, counts, num_groups=num_groups, num_consumed=position[_CONSUMED], step=step)
-    if not counts.total:
-        # A kill before the next checkpoint comes back to this one, with what is made from now on.
-        buffer.num_gone = num_groups
-    # Prompts taken after the checkpoint are in the buffer: the next prompts come behind.
-    pending = {group.id for group in buffer.waiting() if group.state != "done"}
-    buffer.add_prompts(source.follow(buffer.ids_after(num_groups)))
-    # Prompts from before the checkpoint wait with labels of the settings at that time.
-    buffer.add_prompts(source.again(sorted(pending)))
+    # Of a resume that is refused, the buffer keeps all samples.
+    with buffer.transaction():
+        others = buffer.rewind(step)
+        counts = buffer.counts()
+        if position is not None:
+            gone = _missing(buffer, counts, num_groups=num_groups, num_consumed=position[_CONSUMED], step=step)
+        if not counts.total:
+            # A kill before the next checkpoint comes back to this one, with what is made from now on.
+            buffer.num_gone = num_groups
+        # Prompts taken after the checkpoint are in the buffer: the next prompts come behind.
+        then = (position or {}).get(RENDERING)
+        renewed = then is not None and then != source.rows.state().get(RENDERING)
+        pending = {group.id for group in buffer.waiting() if group.state != "done"}
+        buffer.add_prompts(source.follow(buffer.ids_after(num_groups)), renewed=renewed)
+        # Prompts from before the checkpoint wait as the settings at that time read them.
+        buffer.add_prompts(source.again(sorted(pending)), renewed=renewed)
     now = buffer.made_by
     renewed = (f"{counted(count, 'group')} to be made anew, because {difference(then, now)}" for then, count in others.items())
     return (*gone, *renewed)

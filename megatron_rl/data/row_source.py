@@ -22,6 +22,8 @@ NamedRow = tuple[str, Row]  # a row and the id of its prompt, which no other row
 MeanReward = Callable[[str], float | None]
 """The mean reward of a prompt's answers by its id; None for one that no step has taken, or without a reward."""
 _PROBED_ROWS = 2
+RENDERING = "rendering"
+"""Key of a state of files: the settings with which the same rows are other tokens."""
 
 
 class FileRows:
@@ -40,6 +42,7 @@ class FileRows:
         weights = np.array([files.weight for files in sources])
         self._shares = weights / weights.sum()
         self._digest = _digest(sources)
+        self._rendering = settings.model_dump(mode="json", include={"system_prompt", "chat_template_kwargs"})
         self._pools = [files.pools for files in sources]
         self._taken = [0] * len(parts)
         self._passed = [0] * len(parts)  # rows taken or left out by a pool
@@ -121,7 +124,7 @@ class FileRows:
     def state(self) -> dict[str, Any]:
         """Return the rows taken of each source, with the facts that must stay equal for them to be valid."""
         facts = {"seed": self._seed, "shuffle": self._shuffle, "digest": self._digest, "num_rows": len(self.rows)}
-        return {"taken": list(self._taken), "passed": list(self._passed), **facts}
+        return {"taken": list(self._taken), "passed": list(self._passed), RENDERING: self._rendering, **facts}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from `state()`. Raises UserError for other files, rows, weights, seed or data.shuffle."""
@@ -198,13 +201,16 @@ class OwnRows:
         except (TypeError, ValueError) as error:
             raise UserError(f"{self._name} has the state {own!r:.80}, which JSON cannot hold ({error}); use plain values") from error
         settings = self._settings
-        keys = {"prompt_key": settings.prompt_key, "label_key": settings.label_field}
+        keys = {"prompt_key": settings.prompt_key, "label_key": settings.label_field, "system_prompt": settings.system_prompt}
+        # A checkpoint of an earlier release has none.
+        keys["chat_template_kwargs"] = settings.chat_template_kwargs or None
         facts = {"source": settings.source, "args": settings.args, "seed": self._seed, **keys}
         return {**facts, "taken": self._num_taken, "seen": self._seen_step, "own": own}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from `state()`. Raises UserError for another source, arguments, seed or fields."""
-        names = {"seed": "run.seed"} | {key: f"data.{key}" for key in ("source", "args", "prompt_key", "label_key")}
+        keys = ("source", "args", "prompt_key", "label_key", "system_prompt", "chat_template_kwargs")
+        names = {"seed": "run.seed"} | {key: f"data.{key}" for key in keys}
         _check_same(state, self.state(), names)
         self._call("taking back its state", lambda: setattr(self._source, "state", state["own"]))
         self._num_taken, self._seen_step = state["taken"], state.get("seen", 0)

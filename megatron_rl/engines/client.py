@@ -352,7 +352,8 @@ class EngineClient:
         except aiohttp.ClientError as error:
             raise EngineError(f"the engine at {url} cannot be reached for {path} ({attempts} attempts): {error}") from error
         except TimeoutError as error:
-            raise DeadlineError(f"the engine at {url} did not answer {path} within {timeout_s:g} s") from error
+            see = "; see model.deadline_s" if timeout_s in (self._request_timeout_s, self._control_timeout_s) else ""
+            raise DeadlineError(f"the engine at {url} did not answer {path} within {timeout_s:g} s{see}") from error
 
     async def _attempt(self, method: str, path: str, body: Mapping[str, Any] | None, *, pooled: bool) -> Any:
         if self._sessions is None:

@@ -81,12 +81,13 @@ class Engine:
         self._log_path = log_path.with_stem(f"{log_path.stem}-node-{node_rank}") if node_rank else log_path
         self._vocab_size = _vocab_size(Path(arguments["model_path"]))
         self.api_key = secrets.token_urlsafe(24)
-        port = free_port(host) if port is None else check_port(host, port)
+        self._claims = [socket.socket(socket.AF_UNIX) for _ in range(2)]  # of the port, and that of the meeting point
+        port = free_port(host, claim=self._claims[0]) if port is None else check_port(host, port)
         self.url = f"http://{host}:{port}"
         self._arguments = {**arguments, "host": host, "port": port, "api_key": self.api_key}
         self.meeting_point = meeting_point
         if self._arguments.get("nnodes", 1) > 1:
-            self.meeting_point = meeting_point or f"{host}:{self._arguments.get('nccl_port') or free_port(host, but=port)}"
+            self.meeting_point = meeting_point or f"{host}:{self._arguments.get('nccl_port') or free_port(host, claim=self._claims[1])}"
             self._arguments |= {"node_rank": node_rank, "dist_init_addr": self.meeting_point}
         self._process: subprocess.Popen[bytes] | None = None
         self._scratch: Scratch | None = None
@@ -183,6 +184,8 @@ class Engine:
 
     def stop(self) -> None:
         """Kill the server with its process group, and reap it; SGLang's own shutdown saves nothing."""
+        for claim in self._claims:
+            claim.close()
         if self._process is None or self._scratch is None:
             return
         with suppress(ProcessLookupError):
@@ -238,14 +241,22 @@ class Engine:
             return None
 
 
-def free_port(host: str, *, but: int | None = None) -> int:
-    """Return a port of `host` without a listener, `but` another one. Raises EngineError after a hundred tries."""
+def free_port(host: str, *, claim: socket.socket) -> int:
+    """Return a port of `host` without a listener. Raises EngineError after a hundred tries.
+
+    No other call on this machine returns it until `claim`, a new UNIX socket, is closed: who is to listen may
+    need minutes to do so.
+    """
     for _ in range(100):
         port = FIRST_PORT + secrets.randbelow(LAST_PORT - FIRST_PORT)
         error = _bind_error(host, port)
-        if error is None and port != but:
+        if error is None:
+            try:
+                claim.bind(f"\0megatron-rl port {port}")
+            except OSError:  # another process's
+                continue
             return port
-        if error is not None and error.errno != errno.EADDRINUSE:
+        if error.errno != errno.EADDRINUSE:
             return check_port(host, port)
     raise EngineError(f"no free port between {FIRST_PORT} and {LAST_PORT} on {host}")
 

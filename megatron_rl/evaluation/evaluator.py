@@ -63,7 +63,8 @@ class SetResult:
 class Evaluator:
     """Evaluates sets of `settings` with these `prompts` by answers of `ask`.
 
-    `tokenizer` is the engines', None for another server. `rollout` and `reward` are the run's.
+    `tokenizer` is the engines', None for another server. `rollout` and `reward` are the run's. `say`
+    gets a sentence about answers that are there and of no use.
     """
 
     def __init__(
@@ -76,7 +77,9 @@ class Evaluator:
         rollout: RolloutSettings,
         reward: RewardSettings,
         seed: int,
+        say: Callable[[str], None] = print,
     ) -> None:
+        self._say = say
         self.settings, self._ask, self._prompts, self._seed, self._reward = settings, ask, prompts, seed, reward
         ends = [] if tokenizer is None else [tokenizer.eos_token_id]
         self._samplings = {name: eval_sampling(rollout.sampling, each.sampling, eos_token_ids=ends) for name, each in settings.sets.items()}
@@ -118,6 +121,8 @@ class Evaluator:
         begin_s, samples = time.monotonic(), self.settings.sets[name].samples
         told = await asyncio.to_thread(self._facts_of, name)
         file = AnswerFile(directory / f"{name}.jsonl", facts={**told, **facts}, num_samples=samples, goes_on=goes_on)
+        if file.changed:
+            self._say(f"the answers in {file.path} are made anew, because they were of other {', '.join(file.changed)}")
         prompts, found = self._prompts[name], dict(file.kept)
 
         async def answer(prompt: Prompt) -> None:

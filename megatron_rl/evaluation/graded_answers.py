@@ -92,7 +92,7 @@ class AnswerFile:
 
     With `facts` in the file beside it equal to those of the answers that are there, an evaluation
     that was killed goes on: `kept` has the answers to each prompt that has all `num_samples`.
-    Otherwise it begins anew.
+    Otherwise it begins anew; `changed` names the facts that make answers there those of another one.
     """
 
     def __init__(self, path: Path, *, facts: Mapping[str, Any], num_samples: int, goes_on: bool) -> None:
@@ -100,7 +100,10 @@ class AnswerFile:
         self._facts = json.loads(json.dumps(facts))
         with disk_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-        kept = _whole(path, num_samples) if goes_on and _facts_in(self.result) == self._facts else {}
+        then = _facts_in(self.result) if goes_on and path.exists() and path.stat().st_size else None
+        kept = _whole(path, num_samples) if then == self._facts else {}
+        names = {*then, *self._facts} if isinstance(then, dict) else ()
+        self.changed = sorted(name for name in names if then.get(name) != self._facts.get(name))
         self.kept: dict[str, list[Answer]] = kept
         # First the answers: a kill in between must not leave others beside these facts.
         write_atomic(path, "".join(map(_line, (answer for answers in kept.values() for answer in answers))))

@@ -247,7 +247,7 @@ class RolloutManager:
 
     async def forget(self, *, before_step: int) -> None:
         """Drop the token arrays of groups to which no kept checkpoint comes back."""
-        self._buffer.prune(before_step, keep=self._settings.run.keep_groups)
+        await asyncio.to_thread(self._buffer.prune, before_step, keep=self._settings.run.keep_groups)
 
     async def keep(self, values: TokenValues) -> None:
         """Keep the values of the tokens of `looked_at`, when they were trained on, for readers of the run."""

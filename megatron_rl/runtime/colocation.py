@@ -10,6 +10,7 @@ from collections.abc import Collection, Coroutine
 from enum import Enum
 from typing import Any, TypeAlias
 
+from megatron_rl.config.derived import DEADLINE
 from megatron_rl.engines.client import ENGINE_PARTS, EngineClient, EnginePart
 from megatron_rl.rollout.manager import RolloutManager
 from megatron_rl.runtime.trainers import TrainerGroup
@@ -58,4 +59,4 @@ class SharedDevices:
         self._trainer_parts, self._engine_parts = phase.trainer_parts, phase.engine_parts
 
     def _wait(self, work: Coroutine[Any, Any, None], *, name: str) -> None:
-        self._watchdog.wait(work, name=name, owner="the engines", timeout_s=self._timeout_s)
+        self._watchdog.wait(work, name=name, owner="the engines", timeout_s=self._timeout_s, see=DEADLINE)

@@ -9,21 +9,22 @@ import importlib
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
-from megatron_rl.config.derived import dtype_name, start_deadline_s
+from megatron_rl.config.derived import DEADLINE, dtype_name, start_deadline_s
 from megatron_rl.config.settings import ModelSettings, Settings, TrainingSettings, WeightSettings
 from megatron_rl.config.yaml_text import format_value
 from megatron_rl.engines.answers import MixtureShape
 from megatron_rl.engines.engine import Engine, EngineAddress
 from megatron_rl.engines.server_args import server_arguments
-from megatron_rl.errors import EngineDiedError, EngineError
+from megatron_rl.errors import DeadlineError, EngineDiedError, EngineError
 from megatron_rl.runtime.cluster import Reservation, enter_directory, own_gpus
 from megatron_rl.runtime.watchdog import ACTOR_DEATHS, Watchdog, exit_of
 from megatron_rl.system.deadlines import ENGINE_STOP_S, ENGINES_STOP_S
@@ -191,8 +192,8 @@ class EngineGroup:
     def finish_start(self, refs: list[ray.ObjectRef]) -> list[EngineAddress]:
         """Wait until every engine serves."""
         timeout_s = start_deadline_s(self._settings.model) + ENGINES_STOP_S
-        addresses: list[EngineAddress] = self._watchdog.wait_for_all(refs, name="starting the engines", owner="engine", timeout_s=timeout_s)
-        return addresses
+        how: dict[str, Any] = {"owner": "engine", "timeout_s": timeout_s, "see": DEADLINE}
+        return self._watchdog.wait_for_all(refs, name="starting the engines", **how)
 
     def watch(self, number: int, *, goes_on: Callable[[Exception], bool]) -> None:
         """Watch an engine from now on; `goes_on` decides if the run continues after its death."""
@@ -227,7 +228,10 @@ class EngineGroup:
         await asyncio.sleep(min(MAX_BACKOFF_S, 2.0**num_before - 1))
         await asyncio.to_thread(self._renew, number)
         starting: asyncio.Future[EngineAddress] = asyncio.wrap_future(self._workers[number].start.remote(timeout_s).future())
-        return await asyncio.wait_for(starting, timeout_s + ENGINES_STOP_S)
+        await asyncio.wait([starting], timeout=timeout_s + ENGINES_STOP_S)
+        if not starting.done():
+            raise DeadlineError(f"it did not start within {timeout_s + ENGINES_STOP_S:.0f} s; see {DEADLINE}")
+        return starting.result()
 
     def _renew(self, number: int) -> None:
         """Make a new actor for an engine; what is left of the old one holds the place in Ray's reservation."""
@@ -240,11 +244,11 @@ class EngineGroup:
         self._stopped = True
         self._watchdog.forget()
         stopping = [worker.stop.remote() for worker in self._workers]
-        for ref in stopping:
-            try:
-                ray.get(ref, timeout=ENGINES_STOP_S)
-            except (*ACTOR_DEATHS, GetTimeoutError):
-                continue
+        # One deadline for all: the engines of lost nodes would each take theirs, one after the other.
+        stopped, _ = ray.wait(stopping, num_returns=len(stopping), timeout=ENGINES_STOP_S)
+        for ref in stopped:
+            with suppress(*ACTOR_DEATHS):
+                ray.get(ref)
         for worker in self._workers:
             # For other engines, their places in Ray's reservation.
             ray.kill(worker)

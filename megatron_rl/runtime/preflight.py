@@ -21,12 +21,12 @@ from megatron_rl.algorithms.objective import Objective
 from megatron_rl.algorithms.plug_in import PlugInAdvantage, PlugInLoss
 from megatron_rl.checkpoints.manifest import changed_texts
 from megatron_rl.checkpoints.stored_weights import check_stored, open_weights
-from megatron_rl.config.checks import setting_notes
 from megatron_rl.config.data_settings import DataSettings
 from megatron_rl.config.derived import reward_workers
 from megatron_rl.config.eval_sets import EvalSettings
 from megatron_rl.config.gpus import check_on_gpus
 from megatron_rl.config.messages import joined_error
+from megatron_rl.config.setting_notes import setting_notes
 from megatron_rl.config.settings import (
     ModelSettings,
     RewardSettings,

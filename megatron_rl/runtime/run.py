@@ -16,7 +16,7 @@ from ray.exceptions import RayError
 
 from megatron_rl.algorithms.rounding_limits import Expected
 from megatron_rl.checkpoints.run_checkpoints import CheckpointWriter, RunState, load_newest, oldest_step
-from megatron_rl.config.derived import sync_deadline_s
+from megatron_rl.config.derived import DEADLINE, sync_deadline_s
 from megatron_rl.config.settings import RunSettings, Settings
 from megatron_rl.errors import DeadlineError, EngineDiedError, MegatronRLError, ParityError, UserError, counted
 from megatron_rl.observe.console import PhaseProgress
@@ -27,15 +27,16 @@ from megatron_rl.rollout.manager import MAX_RESAMPLING_ROUNDS, RolloutManager
 from megatron_rl.runtime.agreement import Agreement
 from megatron_rl.runtime.colocation import Phase, SharedDevices
 from megatron_rl.runtime.grace import finishing_first
-from megatron_rl.runtime.run_evaluations import RunEvaluations, generation_deadline_s
+from megatron_rl.runtime.run_evaluations import GENERATION_SETTINGS, RunEvaluations, generation_deadline_s
 from megatron_rl.runtime.run_records import RunRecords
 from megatron_rl.runtime.trainers import TrainerGroup
 from megatron_rl.runtime.watchdog import Watchdog
-from megatron_rl.system.deadlines import ENGINE_CONTROL_S
+from megatron_rl.system.deadlines import CLOSE_S, ENGINE_CONTROL_S
 from megatron_rl.types import TrainBatch
 from megatron_rl.weights.sync import WeightSync
 
 Result = TypeVar("Result")
+Work = Coroutine[Any, Any, Result] | Future[Result]
 
 
 class Run(ABC):
@@ -46,7 +47,7 @@ class Run(ABC):
     ) -> None:
         """`devices` are those shared by ranks and engines, None for devices of their own."""
         self._groups_per_step, self._ranks, self._devices, self._records = groups_per_step, ranks, devices, records
-        self.num_steps, self._directory = run.num_steps, run.directory
+        self.num_steps, self._directory, self._keep_checkpoints = run.num_steps, run.directory, run.keep_checkpoints
         """Steps of the whole run with a batch each, and the directory of its output."""
         self._checkpoints = CheckpointWriter(run, ranks=ranks)
         self.trained_steps = self._saved_steps = 0
@@ -80,7 +81,7 @@ class Run(ABC):
         """Continue at `position` after `step` steps, or at the first row; return notes to show."""
 
     def _forget(self, *, before_step: int) -> None:
-        """Free data that only a resume from a checkpoint older than `before_step` needs."""
+        """Begin to free data that only a resume from a checkpoint older than `before_step` needs."""
         return
 
     def give_up(self) -> None:
@@ -144,7 +145,7 @@ class Run(ABC):
         self._checkpoints.check_directory()
         with finishing_first(), self._records.phase("save"):
             self._records.say(*self._checkpoints.finish())
-            self._forget(before_step=oldest_step(self._directory))
+            self._forget(before_step=oldest_step(self._directory, among=self._keep_checkpoints))
 
     def log(self, *, step: int) -> None:
         """Write and show all measurements since the last call, under the first `step` steps."""
@@ -168,8 +169,8 @@ class Run(ABC):
         state = load_newest(self._directory, weights_only=weights_only, before=partial(self._take_devices, Phase.TRAINING), **how)
         if state is None:
             return 0
-        self._records.first_evaluation, self._records.logged_steps = state.first_evaluation, state.step
-        self.trained_steps = self._saved_steps = state.step
+        self._records.first_evaluation = state.first_evaluation
+        self.trained_steps = self._saved_steps = self._records.logged_steps = state.step
         return state.step
 
     def finish(self) -> None:
@@ -192,8 +193,7 @@ class Run(ABC):
         try:
             self._stop_batches(error)
             if isinstance(error, DeadlineError) and self._checkpoints.is_writing:
-                # Work that missed one deadline would also miss the equally long one of the
-                # checkpoint.
+                # Work that missed one deadline would also miss the equally long one of the checkpoint.
                 self._ranks.check_answers()
             if self._saves_at_the_end(error) and self.trained_steps > self._saved_steps:
                 self.save(step=self.trained_steps, at_the_end=True)
@@ -251,18 +251,18 @@ class RolloutRun(Run):
         self._version: int | None = None  # of the trainer's weights, where engines serve them, too
         records.follow("rollout", lambda: manager.busy_s)
 
-    def _wait(self, work: Coroutine[Any, Any, Result], *, name: str, timeout_s: float = ENGINE_CONTROL_S) -> Result:
-        return self._watchdog.wait(work, name=name, owner="the engines", timeout_s=timeout_s, meanwhile=self._update_newcomers)
+    def _wait(self, work: Work[Result], *, name: str, timeout_s: float = ENGINE_CONTROL_S, see: str = "") -> Result:
+        how: dict[str, Any] = {"owner": "the engines", "timeout_s": timeout_s, "see": see, "meanwhile": self._update_newcomers}
+        return self._watchdog.wait(work, name=name, **how)
 
     def _update_newcomers(self) -> None:
         """Give engines that were started again the weights that the others serve."""
         if self._version is not None and self._manager.pool.has_newcomers:
             idle, self._ranks_are_idle = self._ranks_are_idle, False
-            # Its bytes are none of the step's, which is that of a run without the death.
-            self._sync_weights(self._version)
+            self._sync_weights(self._version)  # its bytes are none of the step's: a run without the death has none
             self._ranks_are_idle = idle
 
-    def _wait_for_samples(self, work: "Coroutine[Any, Any, Result] | Future[Result]", *, name: str, timeout_s: float) -> Result:
+    def _wait_for_samples(self, work: Work[Result], *, name: str, timeout_s: float, see: str = GENERATION_SETTINGS) -> Result:
         """Wait for samples, or their storage, while the ranks are idle; finish a written save meanwhile."""
         self._ranks_are_idle = True
 
@@ -273,7 +273,7 @@ class RolloutRun(Run):
                 self._evaluations.give_up()
             self._update_newcomers()
 
-        result = self._watchdog.wait(work, name=name, owner="the engines", timeout_s=timeout_s, meanwhile=meanwhile)
+        result = self._watchdog.wait(work, name=name, owner="the engines", timeout_s=timeout_s, see=see, meanwhile=meanwhile)
         self._ranks_are_idle = False
         return result
 
@@ -303,8 +303,8 @@ class RolloutRun(Run):
         making = self._manager.next_batch(step, progress=progress)
         batch, metrics = self._wait_for_samples(making, name=f"rollout of step {step + 1}", timeout_s=rounds * of_round_s)
         if renewed := round(metric_values(metrics)["rollout/renewed_groups"]):
-            because = f"because rollout.max_staleness is {settings.rollout.max_staleness} now"
-            self._records.say(f"step {step + 1}: {counted(renewed, 'group')} made anew, {because}")
+            now = settings.rollout.max_staleness
+            self._records.say(f"step {step + 1}: {counted(renewed, 'group')} made anew, because rollout.max_staleness is {now} now")
         return batch, metrics
 
     def train(self, batch: TrainBatch, *, step: int, expected: Expected | None = None, rows: Collection[int] = ()) -> None:
@@ -320,8 +320,7 @@ class RolloutRun(Run):
             raise self._explained(error, version=step, batch=batch) from error
         overlap_s, train_s = self._manager.busy_s - busy_before_s, time.perf_counter() - start_s
         self._records.add({"rollout/overlap_fraction": Mean(min(overlap_s, train_s), train_s)})
-        keeping = self._manager.keep(self._ranks.recorded)
-        self._wait_for_samples(keeping, name="keeping the values of tokens", timeout_s=ENGINE_CONTROL_S)
+        self._wait_for_samples(self._manager.keep(self._ranks.recorded), name="keeping token values", timeout_s=ENGINE_CONTROL_S, see="")
         prints, seen = self._settings.observe.print_samples, list(self._manager.looked_at.values())
         if prints and seen and not (step + 1) % prints:
             self._records.say(*lines_of(seen[step % len(seen)], step=step + 1))
@@ -350,11 +349,11 @@ class RolloutRun(Run):
         try:
             with finishing_first(), self._records.phase("sync"):
                 syncing = self._sync.run(version=version, prove=prove)
-                found = self._wait(syncing, name=f"weight sync to version {version}", timeout_s=timeout_s)
+                found = self._wait(syncing, name=f"weight sync to version {version}", timeout_s=timeout_s, see=DEADLINE)
             if proves and prove is None and self._agreement.expected is not None:
                 self._take_devices(Phase.GENERATION)
                 proving = self._agreement.prove(self._manager.pool.membership.members)
-                self._wait(proving, name="scores of fixed tokens", timeout_s=timeout_s)
+                self._wait(proving, name="scores of fixed tokens", timeout_s=timeout_s, see=DEADLINE)
         except ParityError as error:
             raise self._explained(error, version=version) from error
         self._version = version if proves else None
@@ -366,8 +365,7 @@ class RolloutRun(Run):
         again, samples = partial(self._sync_weights, version, proves=False), None if batch is None else (batch, version)
         if batch is not None and self._devices is not None:
             again()  # engines that share GPUs lose their weights while the trainer trains
-        cause = self._agreement.likely_cause(again, samples=samples)
-        return ParityError(f"{error}; {cause}")
+        return ParityError(f"{error}; {self._agreement.likely_cause(again, samples=samples)}")
 
     def evaluate(self, *, step: int, goes_on: bool = False) -> None:
         """Evaluate the weights after `step` steps on the sets that are due, where a killed run was if it `goes_on`."""
@@ -383,8 +381,7 @@ class RolloutRun(Run):
         self._evaluations.give_up()
 
     def _stop_batches(self, error: BaseException) -> None:
-        # A dead engine fails no wait for the ranks, and the ranks are well.
-        self._watchdog.forget()
+        self._watchdog.forget()  # a dead engine fails no wait for the ranks, and the ranks are well
         if self._saves_at_the_end(error) and self._devices is not None:
             # Engines have to be idle before their memory goes to the ranks.
             self._wait(self._manager.abandon(), name="stopping the rollout")
@@ -397,4 +394,7 @@ class RolloutRun(Run):
         return self._wait(self._manager.rewind(step=step, position=position), name="rewinding the buffer")
 
     def _forget(self, *, before_step: int) -> None:
-        self._wait(self._manager.forget(before_step=before_step), name="pruning the buffer")
+        pruning = self._watchdog.begin(self._manager.forget(before_step=before_step))
+        if self.trained_steps == self.num_steps:
+            with suppress(DeadlineError):  # another run prunes the rest
+                self._wait(pruning, name="pruning the buffer", timeout_s=CLOSE_S)

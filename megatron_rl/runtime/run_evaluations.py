@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from megatron_rl.config.derived import FEWEST_REQUESTS, request_deadline_s, reward_workers
+from megatron_rl.config.derived import DEADLINE, FEWEST_REQUESTS, request_deadline_s, reward_workers
 from megatron_rl.config.eval_sets import EvalSettings
 from megatron_rl.config.settings import ModelSettings, RewardSettings, RolloutSettings, Settings
 from megatron_rl.evaluation.evaluator import EVALUATION_DIRECTORY, Evaluator, SetResult, weight_files
@@ -17,6 +17,9 @@ from megatron_rl.rollout.groups import ATTEMPTS, CANCEL_S, most_alone
 from megatron_rl.rollout.manager import RolloutManager
 from megatron_rl.runtime.run_records import RunRecords
 from megatron_rl.runtime.watchdog import Watchdog
+
+GENERATION_SETTINGS = f"rollout.timeout_s, reward.timeout_s and {DEADLINE}"
+"""Those that the deadlines of generation follow, for messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,7 @@ class RunEvaluations:
     ) -> None:
         run, rollout, reward = settings.run, settings.rollout, settings.reward
         self._settings, self._watchdog, self._wait, self._records = settings, watchdog, wait, records
-        self._evaluator = make_evaluator(settings.eval, manager, rollout=rollout, reward=reward, seed=run.seed)
+        self._evaluator = make_evaluator(settings.eval, manager, rollout=rollout, reward=reward, seed=run.seed, say=records.say)
         self._deadline_s = partial(evaluation_deadline_s, settings.eval, settings.model, rollout, reward)
         self._begun: _Begun | None = None
         self._running: Future[list[SetResult]] | None = None
@@ -81,10 +84,10 @@ class RunEvaluations:
 
 
 def make_evaluator(
-    evaluation: EvalSettings, manager: RolloutManager, *, rollout: RolloutSettings, reward: RewardSettings, seed: int
+    evaluation: EvalSettings, manager: RolloutManager, *, rollout: RolloutSettings, reward: RewardSettings, seed: int, **say: Any
 ) -> Evaluator:
     """Return the evaluator of a run's sets, on the engines of `manager`."""
-    run: dict[str, Any] = {"rollout": rollout, "reward": reward, "seed": seed}
+    run: dict[str, Any] = {"rollout": rollout, "reward": reward, "seed": seed, **say}
     return Evaluator(evaluation, manager.answer, prompts=manager.prompts.held_out, tokenizer=manager.prompts.tokenizer, **run)
 
 

@@ -32,7 +32,7 @@ from megatron_rl.runtime.engines import weight_sync
 from megatron_rl.runtime.loop import train_loop
 from megatron_rl.runtime.rank_returns import RankReturns, RanksLostError
 from megatron_rl.runtime.run import Run
-from megatron_rl.runtime.run_evaluations import evaluation_deadline_s, generation_deadline_s, make_evaluator
+from megatron_rl.runtime.run_evaluations import GENERATION_SETTINGS, evaluation_deadline_s, generation_deadline_s, make_evaluator
 from megatron_rl.runtime.run_records import RunRecords
 from megatron_rl.runtime.start import RunStart, StartReport
 from megatron_rl.runtime.trainers import spare_what_is_loaded
@@ -182,13 +182,13 @@ def evaluate(settings: Settings) -> list[SetResult]:
         scratch = stack.enter_context(scratch_directory()).path
         start, console, manager, dtype = stack.enter_context(_engines_alone(settings, buffer=scratch / BUFFER_FILE, trains=False))
         rollout, reward = settings.rollout, settings.reward
-        evaluator = make_evaluator(settings.eval, manager, rollout=rollout, reward=reward, seed=settings.run.seed)
+        evaluator = make_evaluator(settings.eval, manager, rollout=rollout, reward=reward, seed=settings.run.seed, say=console.say)
         with console.phase("eval", total=evaluator.num_prompts(names), unit="prompts") as progress:
             facts = {"model": str(settings.model.path), "files": weight_files(settings.model.path), "dtype": dtype}
             running = evaluator.run(names, directory=directory, facts=facts, goes_on=True, advance=progress.advance)
             num_samples = evaluator.num_answers(names)
             timeout_s = evaluation_deadline_s(settings.eval, settings.model, rollout, reward, num_samples=num_samples)
-            return start.watchdog.wait(running, name="evaluation", owner="the engines", timeout_s=timeout_s)
+            return start.watchdog.wait(running, name="evaluation", owner="the engines", timeout_s=timeout_s, see=GENERATION_SETTINGS)
 
 
 def generate(settings: Settings, *, count: int) -> Path:
@@ -196,16 +196,18 @@ def generate(settings: Settings, *, count: int) -> Path:
 
     After a kill it goes on, where model and settings are the same. Raises as `train`, and UserError for others.
     """
-    directory, facts = settings.run.directory, f"{dump_settings(settings)}# weights {weight_files(settings.model.path)}\n"
+    directory, weights = settings.run.directory, weight_files(settings.model.path)
+    facts = f"{dump_settings(settings)}# weights {weights}, prompts {count}\n"
     begun = directory / SETTINGS_FILE
     if begun.exists() and begun.read_text("utf-8") != facts:
-        raise UserError(f"{directory} has samples of another model or other settings; remove it, or give another --out")
+        raise UserError(f"{directory} has samples of another model, other settings or another --count; remove it, or give another --out")
     with _engines_alone(settings, buffer=directory / BUFFER_FILE, trains=True) as (start, console, manager, _):
         write_atomic(begun, facts)
         with console.phase("rollout", total=count, unit="groups") as progress:
             num_samples = count * settings.data.samples_per_prompt
             timeout_s = generation_deadline_s(settings.model, settings.rollout, settings.reward, num_samples=num_samples)
-            start.watchdog.wait(manager.generate(count, progress=progress), name="rollout", owner="the engines", timeout_s=timeout_s)
+            making = manager.generate(count, progress=progress)
+            start.watchdog.wait(making, name="rollout", owner="the engines", timeout_s=timeout_s, see=GENERATION_SETTINGS)
     return directory / BUFFER_FILE
 
 

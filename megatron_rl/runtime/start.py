@@ -18,7 +18,7 @@ from typing import Any
 import ray
 
 from megatron_rl.checkpoints.run_checkpoints import LOCK_FILE, naming_the_way_around, newest_checkpoint
-from megatron_rl.config.derived import dtype_name, sync_deadline_s
+from megatron_rl.config.derived import DEADLINE, dtype_name, sync_deadline_s
 from megatron_rl.config.gpus import check_on_gpus
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.buffer import BUFFER_FILE
@@ -313,7 +313,7 @@ class RunStart:
         sync = WeightSync(transport, ranks=ranks, pool=manager.pool, timeout_s=timeout_s, check_interval=interval)
         before = self._sync
         with self.report.part("weight transport"):
-            wait = partial(self.watchdog.wait, owner="the weight transport", timeout_s=timeout_s + ENGINE_CONTROL_S)
+            wait = partial(self.watchdog.wait, owner="the weight transport", timeout_s=timeout_s + ENGINE_CONTROL_S, see=DEADLINE)
             if before is not None:
                 wait(before.give_up(manager.pool), name="parting the engines from dead ranks")
             wait(sync.connect(), name="joining trainer and engines")

@@ -15,6 +15,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
+import traceback
 from collections.abc import Collection
 from contextlib import suppress
 from typing import Any, NoReturn
@@ -23,6 +26,7 @@ import psutil
 
 from megatron_rl.errors import UserError
 from megatron_rl.runtime.grace import ENDING, PASSED_ON
+from megatron_rl.system.deadlines import EXIT_S, REPORT_S
 from megatron_rl.system.leftovers import adopt_orphans, die_with_parent
 
 _PARENT_DIED = signal.SIGUSR1
@@ -61,9 +65,33 @@ def supervise() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def leave(status: int) -> int:
+    """Return `status`, with which the process ends within EXIT_S seconds, though a thread of the user's code goes on for ever."""
+
+    def end() -> None:
+        time.sleep(EXIT_S)
+        for thread in threading.enumerate():
+            frame = sys._current_frames().get(thread.ident or 0)
+            if not thread.daemon and thread is not threading.main_thread() and frame is not None:
+                call = traceback.extract_stack(frame)[-1]
+                place = f"{call.name} ({call.filename}:{call.lineno})"
+                print(f"megatron-rl: the thread {thread.name} has not ended and is cut off in {place}", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        _ENDED[0] = 1
+        os._exit(status)
+
+    threading.Thread(target=end, name="end", daemon=True).start()
+    return status
+
+
 def run_command(*words: object) -> None:
     """Run another command of this program in a process of its own. Raises UserError with its sentence."""
-    done = subprocess.run([sys.executable, "-m", "megatron_rl", *map(str, words)], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "megatron_rl", *map(str, words)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=REPORT_S)
+    except subprocess.TimeoutExpired as error:
+        raise UserError(f"it did not end within {REPORT_S:g} s and was killed; try `megatron-rl {words[0]}` by hand") from error
     if done.returncode:
         raise UserError((done.stderr.strip().splitlines() or [f"it ended with status {done.returncode}"])[-1].removeprefix("megatron-rl: "))
 

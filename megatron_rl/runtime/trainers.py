@@ -3,6 +3,7 @@
 import atexit
 import gc
 import itertools
+import socket
 import sys
 import threading
 import traceback
@@ -17,7 +18,7 @@ from ray.exceptions import RayError
 
 from megatron_rl.algorithms.rounding_limits import Expected
 from megatron_rl.checkpoints import training_state
-from megatron_rl.config.derived import start_deadline_s, step_deadline_s
+from megatron_rl.config.derived import DEADLINE, start_deadline_s, step_deadline_s
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.token_values import NOTHING_RECORDED, TokenValues
 from megatron_rl.engines.engine import free_port
@@ -45,6 +46,7 @@ class TrainerWorker:
         answer_stack_requests()
         self._trainer: Trainer | None = None
         self._sender: WeightSender | None = None
+        self._claims: list[socket.socket] = []  # of ports at which this process listens
 
     @ray.method(concurrency_group="watch")
     def hold(self) -> None:
@@ -66,7 +68,8 @@ class TrainerWorker:
     def address(self) -> tuple[str, int]:
         """Return an address of this node and a free port, for a rendezvous served by this rank."""
         address = ray.util.get_node_ip_address()
-        return address, free_port(address)
+        self._claims.append(socket.socket(socket.AF_UNIX))
+        return address, free_port(address, claim=self._claims[-1])
 
     def check(self, checkpoint: Path, *, share: int, num_shares: int) -> None:
         """Compare this share of a checkpoint's files with the manifest."""
@@ -171,8 +174,8 @@ class TrainerGroup:
         (address, port), make = self.free_address(), partial(Trainer.of, self._settings)
         init_method = f"tcp://{address}:{port}"
         refs = [worker.start.remote(make, rank=rank, init_method=init_method) for rank, worker in enumerate(self.workers)]
-        timeout_s = start_deadline_s(self._settings.model)
-        self._dp_ranks = self._watchdog.wait_for_all(refs, name="starting the Megatron ranks", owner=OWNER, timeout_s=timeout_s)
+        limits: dict[str, Any] = {"timeout_s": start_deadline_s(self._settings.model), "see": DEADLINE}
+        self._dp_ranks = self._watchdog.wait_for_all(refs, name="starting the Megatron ranks", owner=OWNER, **limits)
 
     @property
     def has_died(self) -> bool:
@@ -201,7 +204,7 @@ class TrainerGroup:
         return self._wait([worker.call.remote(method, *args, **keywords) for worker in self.workers], name=method)
 
     def _wait(self, refs: list[ray.ObjectRef], *, name: str) -> list[Any]:
-        return self._watchdog.wait_for_all(refs, name=name, owner=OWNER, timeout_s=self._step_deadline_s)
+        return self._watchdog.wait_for_all(refs, name=name, owner=OWNER, timeout_s=self._step_deadline_s, see=DEADLINE)
 
     def train(
         self, batch: TrainBatch, *, step: int, expected: Expected | None = None, rows: Collection[int] = ()

@@ -54,6 +54,7 @@ class OpenWait:
     timeout_s: float
     usual_s: float | None
     late_after_s: float
+    see: str
     noted: bool = False
     begun_s: float = field(default_factory=time.monotonic)
 
@@ -143,11 +144,12 @@ class Watchdog:
         name: str,
         owner: str,
         timeout_s: float,
+        see: str = "",
         meanwhile: Callable[[], None] | None = None,
     ) -> Result:
         """Wait for a coroutine, or one begun, and return the result.
 
-        `name` describes the work, `owner` the worker. Every MEANWHILE_S seconds of a long wait
+        `name` describes the work, `owner` the worker, `see` the settings that `timeout_s` follows. Every MEANWHILE_S seconds of a long wait
         `meanwhile` is called.
 
         Raises:
@@ -156,7 +158,7 @@ class Watchdog:
         """
         future = self.begin(work)
         try:
-            self._wait({future: owner}, name=name, timeout_s=timeout_s, meanwhile=meanwhile)
+            self._wait({future: owner}, name=name, timeout_s=timeout_s, see=see, meanwhile=meanwhile)
         except BaseException:
             # The result has no reader any more.
             future.cancel()
@@ -164,10 +166,10 @@ class Watchdog:
         result: Result = future.result()
         return result
 
-    def wait_for_all(self, works: Sequence[Work], *, name: str, owner: str, timeout_s: float) -> list[Any]:
+    def wait_for_all(self, works: Sequence[Work], *, name: str, owner: str, timeout_s: float, see: str = "") -> list[Any]:
         """Wait as `wait` for several pieces of work by as many owners, numbered; return the results in order."""
         owners = {self.begin(work): f"{owner} {number}" for number, work in enumerate(works)}
-        self._wait(owners, name=name, timeout_s=timeout_s)
+        self._wait(owners, name=name, timeout_s=timeout_s, see=see)
         return [future.result() for future in owners]
 
     @contextmanager
@@ -181,7 +183,10 @@ class Watchdog:
             with suppress(TimeoutError):
                 self.begin(context.__aexit__(None, None, None)).result(timeout=CLOSE_S)
             raise
-        self.begin(context.__aexit__(None, None, None)).result(timeout=CLOSE_S)
+        closing = self.begin(context.__aexit__(None, None, None))
+        if not concurrent.futures.wait([closing], timeout=CLOSE_S).done:
+            raise DeadlineError(f"the end of {name} did not finish within {CLOSE_S:g} s, still waiting for: {owner}")
+        closing.result()
 
     def begin(self, work: Work) -> Future:
         """Start the work, if a coroutine; the caller cancels the future to abandon the work."""
@@ -191,18 +196,20 @@ class Watchdog:
             return asyncio.run_coroutine_threadsafe(work, self._loop)
         return work.future()
 
-    def _wait(self, owners: dict[Future, str], *, name: str, timeout_s: float, meanwhile: Callable[[], None] | None = None) -> None:
-        with self._opened(owners, name=name, timeout_s=timeout_s) as wait:
+    def _wait(
+        self, owners: dict[Future, str], *, name: str, timeout_s: float, see: str, meanwhile: Callable[[], None] | None = None
+    ) -> None:
+        with self._opened(owners, name=name, timeout_s=timeout_s, see=see) as wait:
             self._wait_openly(wait, owners, meanwhile=meanwhile)
 
     @contextmanager
-    def _opened(self, owners: dict[Future, str], *, name: str, timeout_s: float) -> Iterator[OpenWait]:
+    def _opened(self, owners: dict[Future, str], *, name: str, timeout_s: float, see: str) -> Iterator[OpenWait]:
         """List a wait during the block, and remember its time where the block succeeds."""
         # Steps, versions and ranks have numbers.
         seconds = self._seconds[re.sub(r"\d+", "N", name)]
         usual_s = statistics.median(seconds) if len(seconds) >= FEWEST_WAITS else None
         late_after_s = timeout_s if usual_s is None else max(LATE_S, LATE_FACTOR * usual_s, LATE_OF_LONGEST * max(seconds))
-        wait = OpenWait(name, tuple(owners.values()), timeout_s, usual_s, late_after_s)
+        wait = OpenWait(name, tuple(owners.values()), timeout_s, usual_s, late_after_s, see)
         self.open_waits.append(wait)
         try:
             yield wait
@@ -238,7 +245,7 @@ class Watchdog:
             if not done:
                 for item in pending:
                     item.cancel()
-                reason = "" if blocked is None else f"; {blocked}"
+                reason = "".join(f"; {why}" for why in (blocked, wait.see and f"see {wait.see}") if why)
                 missing = ", ".join(wait.owners)
                 raise DeadlineError(f"{wait.name} did not finish within {wait.timeout_s:.0f} s, still waiting for: {missing}{reason}")
             with self._lock:

@@ -86,14 +86,18 @@ LEAVE_S = 60.0
 """The same, of an engine that is ended because it failed: requests that have no other one wait for that long."""
 
 # The end of a run.
+REPORT_S = 900.0
+"""The report, written by a process of its own."""
 CLOSE_S = 60.0
 """Each part of a run that closes on the event loop."""
 LOOP_STOP_S = 10.0
 """The event loop itself."""
 ENGINES_STOP_S = 30.0
-"""The actor of an engine; within it ENGINE_STOP_S."""
+"""The actors of all engines; within it ENGINE_STOP_S."""
 ENGINE_STOP_S = 10.0
 """The server, before it is killed."""
+EXIT_S = 30.0
+"""Threads of the user's code that go on after a command's end."""
 RAY_LEAVE_S = 1.0
 """The driver's farewell to a Ray of its own, before the processes of that are killed."""
 RAY_STOP_S = 10.0

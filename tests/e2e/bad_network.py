@@ -14,7 +14,7 @@ from megatron_rl.rollout.groups import single_turn
 from megatron_rl.types import Sample
 
 EVERY, SLOW_S = 3, 1.0
-"""One of EVERY pieces of answers is cut or comes so many seconds late; one alone is garbled."""
+"""One of EVERY pieces of answers is cut or comes so many seconds late; one alone is garbled, the second or a later one."""
 NAME = b"output_token_logprobs"
 _proxies: dict[str, str] = {}
 _garbled: list[int] = []
@@ -33,7 +33,7 @@ async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *
     async def answers(engine: asyncio.StreamReader) -> None:
         while piece := await engine.read(2**16):
             number = next(_numbers)
-            if kind == "garbled" and number > EVERY and NAME in piece and not _garbled:
+            if kind == "garbled" and number > 1 and NAME in piece and not _garbled:
                 _garbled.append(number)
                 piece = piece.replace(NAME, NAME.replace(b"o", b"\xff"))
             elif kind != "garbled" and number % EVERY == 0:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,8 @@ def exposures(secret: str, *places: Path) -> list[str]:
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             found += [process.name()] * (secret in " ".join(process.cmdline()))
-    for file in (file for place in places for file in place.rglob("*")):
+    # Unlike Path.rglob, os.walk passes over directories that vanish meanwhile.
+    for file in (Path(folder, name) for place in places for folder, _, names in os.walk(place) for name in names):
         with contextlib.suppress(FileNotFoundError):
             found += [str(file)] * (file.is_file() and secret.encode() in file.read_bytes())
     return found

@@ -7,6 +7,7 @@ its counterpart, or that the loader dropped without a word, shows. Where SGLang 
 import asyncio
 import os
 import re
+import socket
 import time
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -120,7 +121,7 @@ async def sync(
     surroundings = Surroundings(
         manifest=[spec for spec in exported_specs(read_model_spec(model), dtype="float32") if left_out not in spec.name],
         directory=directory / "weights",
-        free_address=lambda: ("127.0.0.1", free_port("127.0.0.1")),
+        free_address=lambda: ("127.0.0.1", free_port("127.0.0.1", claim=socket.socket(socket.AF_UNIX))),
         backend="gloo",
         num_engines=1,
         ranks_per_engine=tp,

@@ -313,6 +313,7 @@ AGENT = "rollout.agent={function: tests.e2e.interviewer:ask_in_turn}"
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("turn", "form"), [(1, "environment"), (2, "environment"), (2, "agent")])
 def test_a_run_killed_between_turns_is_the_run_that_was_not(
     chat_task: Path, request: pytest.FixtureRequest, tmp_path: Path, start: Callable[..., Any], finish: Any, turn: int, form: str

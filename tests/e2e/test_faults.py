@@ -49,6 +49,7 @@ CLUSTERS_OWN = (
     "ray::RuntimeEnvAgent",
     "/ray/_private/",
     "/ray/dashboard/",
+    "/ray/autoscaler/",
 )
 ENGINE_PORTS = range(FIRST_PORT, LAST_PORT)
 
@@ -200,7 +201,11 @@ FAULTS: dict[str, Fault] = {
         hit(KILL, "/raylet/raylet "), "megatron-rl: a library has ended the main process with status 1", ("sync", "async"), status=1
     ),
     "Ray's control service killed": Fault(
-        hit(KILL, "gcs/gcs_server"), "Ray's control service at .* is gone;", ("partial", "colocated"), status=75
+        hit(KILL, "gcs/gcs_server"),
+        "Ray's control service at .* is gone;",
+        ("partial", "colocated"),
+        status=75,
+        words=("reward.args.seconds=0.6",),  # else the run ends before it is sure, after 10 s
     ),
     "node of the engine lost": Fault(lose_node("ray::EngineWorker"), ENGINE_BACK, ("nodes",)),
     "node of the ranks lost": Fault(lose_node(RANK), RANKS_BACK, ("nodes",)),

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import socket
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack
@@ -111,7 +112,7 @@ def make_ends(directory: Path, transport: str, *, bucket_bytes: int = BUCKET_BYT
         surroundings = Surroundings(
             manifest=manifest,
             directory=directory / "weights",
-            free_address=lambda: ("127.0.0.1", free_port("127.0.0.1")),
+            free_address=lambda: ("127.0.0.1", free_port("127.0.0.1", claim=socket.socket(socket.AF_UNIX))),
             backend="gloo",
             num_engines=len(urls),
             ranks_per_engine=1,

@@ -3,6 +3,7 @@
 import json
 import shlex
 import signal
+import socket
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -19,7 +20,7 @@ TIMEOUT_S = 60.0
 
 
 def test_an_export_is_served_as_transformers_reads_it(task: Path, start: Callable[..., Any]) -> None:
-    port = free_port("127.0.0.1")
+    port = free_port("127.0.0.1", claim=socket.socket(socket.AF_UNIX))
     server = start("serve", task / "model", "--port", port, "max_total_tokens=4096")
     server.wait_for("\ncurl ")
     words = shlex.split(server.output.splitlines()[-1])

@@ -1,6 +1,7 @@
 """Changes of weights instead of all weights, from the trainer into the real SGLang server: bit for bit what all weights leave."""
 
 import asyncio
+import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -50,7 +51,7 @@ def test_deltas_leave_what_all_weights_leave(tiny_model: Callable[..., Path], tm
         surroundings = Surroundings(
             manifest=manifest,
             directory=tmp_path / "weights",
-            free_address=lambda: ("127.0.0.1", free_port("127.0.0.1")),
+            free_address=lambda: ("127.0.0.1", free_port("127.0.0.1", claim=socket.socket(socket.AF_UNIX))),
             backend="gloo",
             num_engines=1,
             ranks_per_engine=tp,

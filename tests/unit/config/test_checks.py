@@ -1,8 +1,10 @@
+import re
 from collections.abc import Callable
 
 import pytest
 
-from megatron_rl.config.checks import contradictions, setting_notes
+from megatron_rl.config.checks import contradictions
+from megatron_rl.config.setting_notes import setting_notes
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import UserError
 
@@ -160,6 +162,35 @@ def test_settings_of_other_rollouts_are_noted(settings_with: MakeSettings, overr
     changed = ("rollout.args={a: 1}", "rollout.max_turns=3", "rollout.renderer=qwen3", "rollout.step_timeout_s=3")
     settings = settings_with(*overrides, *changed)
     assert setting_notes(settings) == [f"rollout.{name} has no effect: {settings.rollout.name} does not read it" for name in unread]
+
+
+SUPERVISED, NO_REWARD = "objective.policy_loss=sft", ["reward.function=null", "rollout.environment=a:B"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "noted"),
+    [
+        ([SUPERVISED, "run.keep_groups=9"], "run.keep_groups has no effect: objective.policy_loss sft"),
+        ([SUPERVISED, "observe.print_samples=2"], "observe.print_samples has no effect: objective.policy_loss sft"),
+        (["runtime.colocate=true", "rollout.engine_restarts=2"], "rollout.engine_restarts has no effect: .* runtime.colocate"),
+        ([*NO_REWARD, "reward.args={a: 1}"], "reward.args has no effect: reward.function is null"),
+        ([*NO_REWARD, "reward.timeout_s=9"], "reward.timeout_s has no effect: reward.function is null"),
+        ([*NO_REWARD, "reward.timeout_s=9", "eval.sets.a={data: a, reward: {function: 'b:c'}}"], None),
+        (["eval.sets.a={data: a, interval: 3}", "eval.interval=4"], "eval.interval has no effect: every set"),
+        (["eval.sets={a: {data: a, interval: 3}, b: b}", "eval.interval=4"], None),
+        (["run.save_interval=0", "run.keep_checkpoints=3"], "run.keep_checkpoints 3 has no effect: run.save_interval is 0"),
+        (["run.save_interval=20", "run.keep_interval=35"], "run.keep_interval 35 .* is step 140, and run.num_steps is 100"),
+        (["run.save_interval=20", "run.keep_interval=50"], None),
+        (["run.export_interval=101"], "run.export_interval 101 has no effect: run.num_steps is 100"),
+        (["data={train: null, source: 'a:B', max_bad_rows: 2}"], "data.max_bad_rows 2 has no effect: data.source a:B"),
+        (["training.optimizer={lr: 1e-5, min_lr: 1e-6}"], "training.optimizer.min_lr 1e-06 has no effect: .*decay_style constant"),
+        (["training.optimizer={lr: 1e-5, min_lr: 1e-5}"], None),
+        (["training.optimizer={lr: 1e-5, min_lr: 1e-6}", "training.schedule.decay_style=cosine"], None),
+    ],
+)
+def test_a_setting_that_the_others_leave_unread_is_noted(settings_with: MakeSettings, overrides: list[str], noted: str | None) -> None:
+    found = setting_notes(settings_with(*overrides))
+    assert len(found) == (noted is not None) and all(re.match(str(noted), each) for each in found), found
 
 
 def test_a_reference_interval_that_nothing_reads_is_noted(settings_with: MakeSettings) -> None:

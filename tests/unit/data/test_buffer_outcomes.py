@@ -3,6 +3,7 @@
 import dataclasses
 import sqlite3
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from buffer_parts import assert_same, done, fill, take_done
 from megatron_rl.data.buffer import Buffer, BufferCounts
 from megatron_rl.data.token_values import TOKEN_VALUES, TokenValues
 from megatron_rl.errors import UserError
-from megatron_rl.types import Failure
+from megatron_rl.types import Failure, Prompt
 
 
 @pytest.fixture
@@ -69,6 +70,63 @@ def test_prune_keeps_some_groups_of_each_step_whole(buffer: Buffer, make_group: 
     assert buffer._connection.execute(query).fetchall()[:2] == [("a", 2, 1), ("b", 2, 1)], "what was kept stays"
 
 
+class Pauses:
+    """In place of an event: in each pause before a piece another prompt is written, and in the last of `count` pruning ends."""
+
+    def __init__(self, buffer: Buffer, prompts: Iterator[Prompt], count: int = 99) -> None:
+        self._buffer, self._prompts, self.left, self.seen = buffer, prompts, count, 0
+
+    def wait(self, seconds: float) -> bool:
+        self.seen += self._buffer.add_prompts([next(self._prompts)])
+        self.left -= 1
+        return not self.left
+
+    def set(self) -> None:
+        self.left = 1
+
+
+@pytest.mark.parametrize("until", range(1, 8))
+def test_prune_lets_others_write_and_goes_on_where_it_ended(buffer: Buffer, make_group: Any, until: int) -> None:
+    """What is kept does not depend on where an earlier call ended: groups, and the records of whole steps alone."""
+    fill(buffer, [make_group(str(number), scored=True) for number in range(11)])
+    for step, count in ((1, 5), (2, 2), (3, 3), (4, 1)):
+        take_done(buffer, count, step=step)
+    connection, prompts = buffer._connection, (make_group(f"more {number}").prompt for number in range(99))
+    connection.execute("UPDATE samples SET routed_format = '<u1 1 1', routed_experts = x'00'")
+    buffer._closing = pauses = Pauses(buffer, prompts, until)  # type: ignore[assignment]
+    buffer.prune(3, keep=2)
+    found = "SELECT id, pruned FROM groups WHERE state = 'consumed' AND pruned = 0 ORDER BY position"
+    assert pauses.seen == min(until, 5), "a piece for each of 2 groups and for what is kept of 3 steps"
+    assert len(connection.execute(found).fetchall()) == [11, 10, 9, 6, 4, 1, 1][until - 1]
+    pauses.left = 99
+    buffer.prune(3, keep=2)
+    query = (
+        "SELECT group_id, pruned, count(response_ids) > 0, count(routed_experts) > 0 FROM samples JOIN groups ON id = group_id "
+        "GROUP BY 1 ORDER BY position"
+    )
+    kept, gone, whole = (2, 1, 0), (1, 0, 0), (2, 1, 1)
+    expected = [kept, kept, gone, gone, gone, whole, whole, kept, kept, gone, (0, 1, 1)]
+    assert connection.execute(query).fetchall() == [(str(number), *each) for number, each in enumerate(expected)]
+
+
+def test_prune_works_in_any_thread_until_the_buffer_is_closed(tmp_path: Path, make_group: Any) -> None:
+    with ThreadPoolExecutor() as pool, Buffer(tmp_path / "buffer.sqlite") as buffer:
+        fill(buffer, [make_group(name, scored=True) for name in "ab"])
+        take_done(buffer, 2, step=1)
+        pool.submit(buffer.prune, 1, keep=0).result()
+        assert buffer._connection.execute("SELECT count(response_ids) FROM samples").fetchone() == (0,)
+        assert buffer._connection.execute("PRAGMA secure_delete").fetchone() == (2,), "zeros take 20 times as long"
+        buffer._pruning.acquire()
+        closing = pool.submit(buffer._closing.wait)
+        ended = pool.submit(lambda: (closing.result(), buffer._pruning.release()))
+    assert ended.done() and closing.result(), "a call that goes on ends before the file is another's"
+    with sqlite3.connect(tmp_path / "buffer.sqlite") as other:
+        other.execute("UPDATE groups SET pruned = 0")
+    buffer.prune(1, keep=0)
+    with sqlite3.connect(tmp_path / "buffer.sqlite") as other:
+        assert other.execute("SELECT sum(pruned) FROM groups").fetchone() == (0,), "and one that comes late does nothing"
+
+
 def test_prune_keeps_groups_with_values_of_tokens_first(buffer: Buffer, make_group: Any) -> None:
     groups = [make_group(name, scored=True) for name in "abc"]
     fill(buffer, groups)
@@ -85,6 +143,16 @@ def test_prune_keeps_groups_with_values_of_tokens_first(buffer: Buffer, make_gro
     buffer.put_token_values({7: again.samples[0]}, values)
     buffer.rewind(1)
     assert buffer._connection.execute(query).fetchall()[1:] == [("b", 2, 1), ("c", 0, 0), ("d", 2, 0)], "to be trained on again"
+
+
+def test_a_rewind_writes_no_sample_that_it_keeps(buffer: Buffer, make_group: Any) -> None:
+    """Samples have megabytes, and those of all steps since the checkpoint would be written once more, while the run waits."""
+    fill(buffer, [make_group(name, scored=True) for name in "abc"])
+    take_done(buffer, 1, step=2)
+    take_done(buffer, 2, step=3)
+    before = buffer._connection.total_changes
+    assert buffer.rewind(1) == {} and buffer.counts().done == 3
+    assert buffer._connection.total_changes - before == 3, "the groups alone"
 
 
 def test_values_of_tokens_are_found_by_row_whatever_their_order() -> None:

@@ -1,6 +1,9 @@
 import json
 import sys
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -12,11 +15,13 @@ from transformers import PreTrainedTokenizerFast
 
 from megatron_rl.config.data_settings import DataFiles, DataSettings
 from megatron_rl.data import source as source_module
+from megatron_rl.data.buffer import Buffer, BufferCounts
+from megatron_rl.data.position import position_of, rewind
 from megatron_rl.data.row_source import OwnRows
 from megatron_rl.data.source import PromptSource
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.errors import UserError
-from megatron_rl.types import RewardOutcome
+from megatron_rl.types import Group, RewardOutcome, Sample
 
 ALPHABET = "0123456789+=.<> abcdefghijklmnopqrstuvwxyz"
 TEMPLATE = (
@@ -297,8 +302,8 @@ def my_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "my_rows", raising=False)
 
 
-def opened(name: str = "Numbers", *, seed: int = 4, label_key: str = "label", **args: Any) -> OwnRows:
-    return OwnRows(settings=DataSettings(source=f"my_rows:{name}", args=args, label_key=label_key), seed=seed, need_response=False)
+def opened(name: str = "Numbers", *, seed: int = 4, data: Mapping[str, Any] = MappingProxyType({}), **args: Any) -> OwnRows:
+    return OwnRows(settings=DataSettings(source=f"my_rows:{name}", args=args, **data), seed=seed, need_response=False)
 
 
 def prompts(tokenizer: Any, name: str = "Numbers", *, need_response: bool = False, **settings: Any) -> PromptSource:
@@ -335,13 +340,44 @@ def test_state_goes_on_in_another_instance(tokenizer: Any) -> None:
     assert [(prompt.id, prompt.text) for prompt in other.next_prompts(3)] == expected == [(str(n), f"4+{n}=") for n in (5, 6, 7)]
 
 
+@pytest.mark.parametrize("has_checkpoint", [True, False])
+def test_a_resume_renders_waiting_prompts_by_another_system_prompt(tmp_path: Path, tokenizer: Any, has_checkpoint: bool) -> None:
+    """Of four prompts one is trained on, one is done and one in flight; without a checkpoint to tell the change, it is refused."""
+    path = write(tmp_path / "a.jsonl", *({"prompt": [{"role": "user", "content": str(row)}]} for row in range(9)))
+    open_with = partial(open_source, path, tokenizer, shuffle=False)
+    source, old, new = open_with(), '{"data.system_prompt": null}', '{"data.system_prompt": "think"}'
+    with Buffer(tmp_path / "buffer.sqlite", made_by=old) as buffer:
+        buffer.add_prompts(source.next_prompts(4))
+        for prompt in buffer.take_pending(3)[:2]:
+            buffer.put_done(Group(prompt.id, prompt, (Sample.written(prompt, [1], text="a"),)))
+        buffer.consume({"0-0": None}, step=1)
+        position = position_of(source, buffer, step=1)
+    with Buffer(tmp_path / "buffer.sqlite", made_by=new) as buffer:
+        renewed = open_with(system_prompt="think")
+        if not has_checkpoint:
+            with pytest.raises(UserError, match="other tokens"):
+                rewind(renewed, buffer, step=0, position=None)
+            assert buffer.counts() == BufferCounts(pending=2, in_flight=0, done=1, consumed=1), "nothing is lost"
+            return
+        assert rewind(renewed, buffer, step=1, position=position) == (
+            "1 group to be made anew, because data.system_prompt is think now and was None",
+        )
+        found = buffer.take_pending(9)
+        assert [(prompt.id, prompt.text) for prompt in found] == [(f"0-{row}", f"<system>think<user>{row}<assistant>") for row in (1, 2, 3)]
+        assert [prompt.token_ids.tolist() for prompt in found] == [ids_of(prompt.text) for prompt in found]
+        assert found[0].messages[0] == {"role": "system", "content": "think"}
+        assert buffer.groups(["0-0"])[0].prompt.text == "<user>0<assistant>", "what was trained on stays"
+
+
 @pytest.mark.usefixtures("my_rows")
 @pytest.mark.parametrize(
     ("other", "message"),
     [
         (lambda: opened(seed=5), "cannot resume: run.seed is 5, was 4"),
         (lambda: opened(step=3), "cannot resume: data.args is {'step': 3}, was {}"),
-        (lambda: opened(label_key="answer"), "cannot resume: data.label_key is answer, was label"),
+        (lambda: opened(data={"system_prompt": "Think."}), "cannot resume: data.system_prompt is Think., was None"),
+        (lambda: opened(data={"chat_template_kwargs": {"a": 1}}), "cannot resume: data.chat_template_kwargs is {'a': 1}, was None"),
+        (lambda: opened(data={"label_key": "answer"}), "cannot resume: data.label_key is answer, was label"),
         (lambda: opened("NoAnswers"), "cannot resume: data.source is my_rows:NoAnswers, was my_rows:Numbers"),
     ],
 )

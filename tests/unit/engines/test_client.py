@@ -393,7 +393,7 @@ def test_every_wait_has_a_deadline(call: str) -> None:
         await asyncio.sleep(30)
         return web.Response()
 
-    with pytest.raises(DeadlineError, match=r"did not answer .* within 0\.2 s"):
+    with pytest.raises(DeadlineError, match=r"did not answer .* within 0\.2 s; see model\.deadline_s"):
         talk(handler, WAITS[call], timeout_s=0.2)
 
 

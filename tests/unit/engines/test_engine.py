@@ -1,6 +1,7 @@
 """How an engine is waited for. A small HTTP server stands for SGLang's: it takes the same orders on standard input."""
 
 import json
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -141,6 +142,17 @@ def test_an_engine_does_not_get_the_ranks_memory_variables(tmp_path: Path, monke
     environment = environment_of(tmp_path, device_kind="cpu")
     assert not [name for name in environment if name.endswith("ALLOC_CONF")]
     assert environment["SOMETHING_ELSE"] == "1" and "NCCL_NVLS_ENABLE" not in environment
+
+
+def test_no_port_is_drawn_twice_before_its_server_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers import for half a minute, in which another process of the node draws, too."""
+    (tmp_path / "config.json").write_text('{"vocab_size": 8}')
+    drawn = iter([5, 5, 6, 5])
+    monkeypatch.setattr(module.secrets, "randbelow", lambda limit: next(drawn))
+    first, second = (Engine({"model_path": tmp_path}, log_path=tmp_path / "log") for _ in range(2))
+    assert [engine.url.rpartition(":")[2] for engine in (first, second)] == [str(module.FIRST_PORT + number) for number in (5, 6)]
+    first.stop()
+    assert module.free_port("127.0.0.1", claim=socket.socket(socket.AF_UNIX)) == module.FIRST_PORT + 5
 
 
 def test_an_engine_refuses_variables_that_change_its_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Where the ranks of an SGLang server meet, without a server: torch's own rendezvous stands for SGLang's ranks."""
 
 import os
+import socket
 
 import psutil
 import pytest
@@ -35,7 +36,7 @@ def test_rank_zero_joins_the_servers_store() -> None:
 
 
 def test_servers_on_several_nodes_meet_at_the_store_of_the_first() -> None:
-    before, port = listening(), free_port("127.0.0.1")
+    before, port = listening(), free_port("127.0.0.1", claim=socket.socket(socket.AF_UNIX))
     servers = [{"host": f"127.0.0.{rank + 1}", "node_rank": rank, "dist_init_addr": f"127.0.0.1:{port}"} for rank in (0, 1)]
     stores = []
     for arguments in servers:

@@ -99,7 +99,9 @@ def test_a_killed_evaluation_goes_on_where_it_was(make_settings: Callable[..., S
         assert len(read_answers(file)) == 12
 
 
-def test_answers_of_other_prompts_settings_or_failures_are_asked_again(make_settings: Callable[..., Settings], tmp_path: Path) -> None:
+def test_answers_of_other_prompts_settings_or_failures_are_asked_again(
+    make_settings: Callable[..., Settings], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     _, requests = evaluate(make_settings(), tmp_path / "e", names=("many",))
     assert evaluate(make_settings(), tmp_path / "e", names=("many",), goes_on=True)[1] == 0
     file = tmp_path / "e" / "many.jsonl"
@@ -111,7 +113,9 @@ def test_answers_of_other_prompts_settings_or_failures_are_asked_again(make_sett
     (tmp_path / "held_out.jsonl").write_text(
         "".join(json.dumps({"prompt": f"{number}=", "label": "7"}) + "\n" for number in (100, 101, 102))
     )
+    assert "are made anew" not in capsys.readouterr().out
     assert evaluate(make_settings(), tmp_path / "e", names=("many",), goes_on=True)[1] == requests
+    assert capsys.readouterr().out == f"the answers in {file} are made anew, because they were of other prompts_sha256\n"
     assert (
         evaluate(make_settings("rollout.max_turns=3", "rollout.renderer=qwen3"), tmp_path / "e", names=("many",), goes_on=True)[1]
         == requests

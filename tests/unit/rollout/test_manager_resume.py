@@ -264,6 +264,28 @@ def test_finished_groups_of_other_settings_are_made_at_a_resume(
     assert asyncio.run(run(override, state=state))[1] == ()
 
 
+def test_a_refused_resume_loses_no_sample(make_settings: Callable[..., Settings], tmp_path: Path) -> None:
+    """Other prompts, and other settings with which finished groups would be made anew: with the old ones, the run goes on."""
+    path, refused = tmp_path / "buffer.sqlite", ("data.overlong=truncate", "data.max_prompt_tokens=1", "reward.args={bonus: 1}")
+
+    async def run(*overrides: str, state: dict[str, Any] | None = None) -> dict[str, Any]:
+        Client.engine = engine = Engine(seed=0)
+        async with opened(make_settings("rollout.max_staleness=2", *overrides), path) as manager:
+            if state is not None:
+                assert await manager.rewind(step=1, position=state) == ()
+                assert manager._buffer.counts().done >= PROMPTS_PER_STEP
+                return state
+            await step_of(manager, engine, 0)
+            state = await manager.position(step=1)
+            await step_of(manager, engine, 1)
+            return state
+
+    state = asyncio.run(run())
+    with pytest.raises(UserError, match=r"has other tokens than in .*system_prompt, chat_template_kwargs, max_prompt_tokens"):
+        asyncio.run(run(*refused, state=state))
+    asyncio.run(run(state=state))
+
+
 def test_groups_that_wait_get_the_labels_of_the_present_settings(make_settings: Callable[..., Settings], tmp_path: Path) -> None:
     """Also those whose prompts were taken before the checkpoint, and those that nothing was made of yet."""
     path = tmp_path / "buffer.sqlite"

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import RayActorError
 
 from megatron_rl.config.load import load_settings
-from megatron_rl.errors import EngineError
+from megatron_rl.errors import DeadlineError, EngineError
 from megatron_rl.runtime import engines
 from megatron_rl.runtime.engines import EngineGroup
 from megatron_rl.runtime.watchdog import Watchdog
@@ -80,6 +81,16 @@ def test_starts_of_an_hour_are_counted_and_come_later_and_later(monkeypatch: pyt
     asyncio.run(work())
 
 
+def test_an_engine_that_does_not_start_again_in_time_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    Actors(monkeypatch)
+    group, silent = make_group("model.deadline_s=1"), SimpleNamespace(future=Future)
+    made = SimpleNamespace(number=9, start=SimpleNamespace(remote=lambda timeout_s: silent))
+    group._make_workers[1] = lambda: made
+    monkeypatch.setattr(engines, "ENGINES_STOP_S", -0.95)
+    with pytest.raises(DeadlineError, match=r"it did not start within 0 s; see model\.deadline_s"):
+        asyncio.run(group.restart(1))
+
+
 @pytest.mark.parametrize("override", ["rollout.engine_restarts=0", "runtime.colocate=true"])
 def test_engines_that_stay_away(monkeypatch: pytest.MonkeyPatch, override: str) -> None:
     Actors(monkeypatch)
@@ -130,3 +141,23 @@ def test_an_engine_that_is_given_up_ends_every_wait(monkeypatch: pytest.MonkeyPa
         finished: Future[str] = Future()
         finished.set_result("done")
         assert watchdog.wait(finished, name="work", owner="a rank", timeout_s=10) == "done"
+
+
+def test_all_engines_stop_within_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of them is dead and another one does not answer; their places are free for others."""
+    actors, group, asked = Actors(monkeypatch), make_group(), list[Any]()
+    group._watchdog = SimpleNamespace(forget=lambda: None)  # type: ignore[assignment]
+    for worker in group._workers:
+        worker.stop = SimpleNamespace(remote=lambda number=worker.number: number)
+
+    def wait(refs: list[int], **how: float) -> tuple[list[int], list[int]]:
+        asked.append((refs, how))
+        return refs[:1], refs[1:]
+
+    def get(ref: int) -> None:
+        raise RayActorError
+
+    monkeypatch.setattr(engines.ray, "wait", wait)
+    monkeypatch.setattr(engines.ray, "get", get)
+    group.stop()
+    assert asked == [([0, 1], {"num_returns": 2, "timeout": engines.ENGINES_STOP_S})] and actors.killed == [0, 1]

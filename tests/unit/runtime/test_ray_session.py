@@ -169,7 +169,7 @@ def test_the_logs_of_ray_are_kept_when_a_run_failed(machine: Callable[..., Rays]
 
 @pytest.mark.parametrize("address", ["{free}", "localhost:{port}"])
 def test_an_address_where_nothing_listens_is_one_sentence(address: str) -> None:
-    port = free_port("127.0.0.1")
+    port = free_port("127.0.0.1", claim=socket.socket(socket.AF_UNIX))
     given = address.format(free=f"127.0.0.1:{port}", port=port)
     with pytest.raises(UserError, match=rf"runtime\.ray_address is {given}.*Connection refused.*ray start --head"):
         ray_session.check_answers(given)

@@ -359,6 +359,12 @@ def test_weights_are_compared_bit_by_bit_at_the_first_sync(
     assert begun() == ["publish"] and "because engines cannot read" in said()
 
 
+def test_checkpoints_kept_for_good_keep_no_samples(make_run: MakeRun, calls: Calls) -> None:
+    run = make_run("run.num_steps=5", "run.save_interval=1", "run.keep_checkpoints=1", "run.keep_interval=2")
+    train_loop(run, first_step=0)
+    assert [before for name, *before in calls if name == "forget"] == [[1], [2], [3], [4], [5]]
+
+
 def test_shared_devices_are_taken_before_who_needs_them(make_run: MakeRun, calls: Calls) -> None:
     run = make_run("run.num_steps=1", "eval.sets.held_out=held_out.jsonl", devices=Devices(calls))
     train_loop(run, first_step=0)

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from megatron_rl.errors import UserError
+from megatron_rl.runtime import supervisor
 from megatron_rl.runtime.supervisor import begin_command, run_command
 
 START = """
@@ -55,6 +56,24 @@ DEFER = """
         except SystemExit:
             continue
 """
+
+
+HANGS = """
+import sys, threading
+from megatron_rl import cli
+from megatron_rl.runtime import supervisor
+
+supervisor.EXIT_S = 0.5
+cli._command = lambda words: threading.Thread(target=threading.Event().wait, name="of a plug-in").start() or 3
+sys.exit(cli.main())
+"""
+
+
+def test_a_thread_that_never_ends_does_not_keep_the_process() -> None:
+    ended = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 3
+    (said,) = ended.stderr.splitlines()
+    assert said.startswith("megatron-rl: the thread of a plug-in has not ended and is cut off in wait (")
 
 
 class Command:
@@ -137,12 +156,15 @@ def test_ctrl_c_without_end_ends_also_what_defers_it(start: Callable[[str], Comm
     assert "Traceback" not in command.output.read_text()
 
 
-def test_a_command_of_its_own_says_why_it_failed(tmp_path: Path) -> None:
+def test_a_command_of_its_own_says_why_it_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"^\S+/metrics\.jsonl does not exist, so there is nothing to report"):
         run_command("report", tmp_path)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/loss": 0.5}\n')
     run_command("report", tmp_path)
     assert (tmp_path / "report.html").exists()
+    monkeypatch.setattr(supervisor, "REPORT_S", 0.05)
+    with pytest.raises(UserError, match=r"it did not end within 0\.05 s and was killed"):
+        run_command("report", tmp_path)
     with begin_command("report", tmp_path) as behind:
         assert os.getpriority(os.PRIO_PROCESS, behind.pid) == 19
         behind.kill()

@@ -48,6 +48,8 @@ def test_results_come_in_order_whatever_they_come_from(watchdog: Watchdog) -> No
 def test_the_deadline_names_the_wait_and_who_is_missing(watchdog: Watchdog) -> None:
     with pytest.raises(DeadlineError, match=r"weight sync did not finish within 0 s, still waiting for: engine 1, engine 2$"):
         watchdog.wait_for_all([finished(1), Future(), Future()], name="weight sync", owner="engine", timeout_s=0.05)
+    with pytest.raises(DeadlineError, match=r"weight sync did not finish within 0 s, .*: engine 0; see model\.deadline_s$"):
+        watchdog.wait_for_all([Future()], name="weight sync", owner="engine", timeout_s=0.05, see="model.deadline_s")
 
 
 def test_a_coroutine_past_its_deadline_is_named_and_cancelled(watchdog: Watchdog) -> None:
@@ -62,6 +64,19 @@ def test_a_coroutine_past_its_deadline_is_named_and_cancelled(watchdog: Watchdog
     with pytest.raises(DeadlineError, match=r"rollout of step 3 did not finish within 0 s, still waiting for: the engines$"):
         watchdog.wait(endless(), name="rollout of step 3", owner="the engines", timeout_s=0.05)
     assert ended.wait(5)
+
+
+def test_an_end_past_its_deadline_is_named(watchdog: Watchdog, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CLOSE_S", 0.05)
+
+    @asynccontextmanager
+    async def opened() -> AsyncIterator[int]:
+        yield 1
+        await asyncio.sleep(3600)
+
+    with pytest.raises(DeadlineError, match=r"the end of opening did not finish within 0\.05 s, still waiting for: it$"):  # noqa: SIM117
+        with watchdog.entered(opened(), name="opening", owner="it", timeout_s=5):
+            pass
 
 
 def test_code_that_exits_on_the_event_loop_ends_the_wait_for_it(watchdog: Watchdog) -> None:
@@ -376,7 +391,7 @@ def test_what_is_told_of_a_late_wait_delays_no_deadline(monkeypatch: pytest.Monk
 )
 def test_the_bound_of_a_late_wait(watchdog: Watchdog, seconds: list[float], late_after_s: float) -> None:
     watchdog._seconds["sync to version N"].extend(seconds)
-    with watchdog._opened({Future(): "engine 0"}, name="sync to version 12", timeout_s=900.0) as wait:
+    with watchdog._opened({Future(): "engine 0"}, name="sync to version 12", timeout_s=900.0, see="") as wait:
         assert watchdog.open_waits == [wait] and wait.late_after_s == late_after_s
     assert len(watchdog._seconds["sync to version N"]) == len(seconds) + 1
 
