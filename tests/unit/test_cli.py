@@ -98,7 +98,7 @@ def test_train_hands_over_resolved_settings(calls: list[tuple[str, Any]], config
 def test_prints_of_a_probed_function_are_no_part_of_settings(
     calls: list[tuple[str, Any]], config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def preflight(settings: Any, *, resume: bool, config_only: bool) -> list[str]:
+    def preflight(settings: Any, *, resume: bool, replay: Path | None, config_only: bool) -> list[str]:
         print("printed: 3")
         return []
 
@@ -464,7 +464,7 @@ def test_a_replay_is_checked_as_one_without_engines(
 ) -> None:
     monkeypatch.setattr("megatron_rl.cli.opened", lambda path: SimpleNamespace(close=lambda: None))
     assert main(["train", config, "--replay", str(tmp_path)]) == 0 and main(["train", config]) == 0
-    assert [asked["generates"] for name, (_, asked) in calls if name == "preflight"] == [False, True]
+    assert [asked["replay"] for name, (_, asked) in calls if name == "preflight"] == [tmp_path, None]
 
 
 def test_a_replay_needs_a_record_of_samples(config: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -389,7 +390,10 @@ def test_a_replay_needs_no_engines(check: Callable[..., list[str]], words: list[
     monkeypatch.setattr(module, "available_memory_bytes", lambda: GIB)
     (note,) = check()
     assert "1 rank and 1 engine take at least" in note
-    assert check(generates=False) == []
+    monkeypatch.setattr(module, "open_record", lambda *_, **__: (SimpleNamespace(close=lambda: None), 0))
+    # Neither data nor code of the rollout is asked.
+    gone = ("data.train=gone.jsonl", "reward.function=gone:score", "rollout.environment=gone:Gone")
+    assert check(*gone, replay=Path("run")) == []
     needs = find_target(load_settings(None, words), config_only=False, generates=False).needs
     assert (needs.num_ranks, needs.num_engines) == (1, 0)
 
