@@ -17,7 +17,7 @@ class EvalSampling(Section):
 
     temperature: float | None = Field(None, ge=0, le=100, description="Softmax temperature; 0 takes the likeliest token.")
     top_p: float | None = Field(None, gt=0, le=1, description="Draw from the likeliest tokens, which have this probability together.")
-    top_k: int | None = Field(None, ge=1, description="Draw from so many likeliest tokens.")
+    top_k: int | None = Field(None, ge=0, description="Draw from so many likeliest tokens; 0 draws from all.")
     min_p: float | None = Field(None, ge=0, lt=1, description="Draw from tokens with this share of the likeliest's probability.")
     frequency_penalty: float | None = Field(None, ge=-2, le=2, description="Lowers a token's logit by this for each time it was generated.")
     presence_penalty: float | None = Field(None, ge=-2, le=2, description="Lowers the logit of every generated token by this, once.")

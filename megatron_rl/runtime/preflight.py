@@ -8,7 +8,7 @@ import asyncio
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from math import prod
@@ -166,8 +166,7 @@ def _config_checks(settings: Settings, target: Target, *, generates: bool) -> Ch
             checks.append(partial(check_on_gpus, rollout.sglang, settings.weight_transport, colocate=settings.runtime.colocate))
         path, directory = settings.model.path, settings.run.directory
         checks.append(partial(_check_rollout, rollout, path, directory=directory, replays=training.routing_replay))
-        sets = {f"eval.sets.{name}.sampling": one.sampling.over(rollout.sampling) for name, one in settings.eval.sets.items()}
-        checks.append(partial(_check_tokens, path, settings.data.max_prompt_tokens, {"rollout.sampling": rollout.sampling, **sets}))
+        checks.append(partial(_check_tokens, path, settings.data.max_prompt_tokens, rollout.sampling, settings.eval))
     return checks
 
 
@@ -234,9 +233,11 @@ def _check_found(path: Path) -> None:
     data_paths(path)
 
 
-def _check_tokens(path: Path, max_prompt_tokens: int, samplings: Mapping[str, SamplingSettings]) -> None:
-    for name, sampling in samplings.items():
-        check_tokens(read_model_spec(path), path=path, max_prompt_tokens=max_prompt_tokens, sampling=sampling, name=name)
+def _check_tokens(path: Path, max_prompt_tokens: int, sampling: SamplingSettings, evaluation: EvalSettings) -> None:
+    check = partial(check_tokens, read_model_spec(path), path=path, max_prompt_tokens=max_prompt_tokens)
+    check(sampling=sampling)
+    for name, one in evaluation.sets.items():
+        check(sampling=one.sampling.over(sampling), name=f"eval.sets.{name}.sampling", biased=one.sampling.logit_bias or ())
 
 
 def _check_rows(data: DataSettings, evaluation: EvalSettings, model: Path, reward: RewardSettings | None, *, seed: int) -> list[str]:

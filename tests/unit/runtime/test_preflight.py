@@ -137,6 +137,10 @@ def test_a_good_run_passes_without_a_note(check: Callable[..., list[str]]) -> No
         ("training.optimizer.adam_bta1=0.8", ["adam_beta1"]),
         ("training.ddp.overlap_grad_reduc=true", ["overlap_grad_reduce"]),
         ("training.routing_replay=true", ["training.routing_replay is true", "has no experts"]),
+        (
+            "eval.sets.a={data: x, sampling: {logit_bias: {'3': 1, '70000': 1}}}",
+            ["eval.sets.a.sampling.logit_bias has 70000", "needs ids below vocab_size", "remove it"],
+        ),
         ("rollout.sglang.enable_return_routed_experts=true", ["training.routing_replay sets it"]),
         ("objective.policy_loss=nowhere:nothing", ["objective.policy_loss nowhere:nothing cannot be imported"]),
         ("objective.policy_loss=preflight_reward:score", ["objective.policy_loss preflight_reward:score has the signature"]),
