@@ -94,12 +94,12 @@ def train(
     if check:
         from megatron_rl.planning.check_run import check_run
 
-        check_run(settings, decisions, resume=resume, config_only=config_only)
+        check_run(settings, decisions, resume=resume, replay=replay, config_only=config_only)
         return
     print("checking settings, model and data ...", flush=True)
     for decision in decisions:
         print(f"decided: {decision.path}={decision.value} ({decision.reason})", flush=True)
-    for note in preflight(settings, resume=resume, probe=False, generates=replay is None):
+    for note in preflight(settings, resume=resume, probe=False, replay=replay):
         print(f"megatron-rl: note: {note}", file=sys.stderr)
     _session(settings.runtime).train(settings, resume=resume, weights_only=weights_only, replay=replay)
 

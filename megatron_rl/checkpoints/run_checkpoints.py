@@ -10,7 +10,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -36,12 +36,24 @@ LOCK_FILE = "run.lock"
 """Held by the one run that writes there, where it has no buffer."""
 POLICY_LINK = "huggingface"
 """Points to the policy of the newest checkpoint."""
+BEST_LINK = "best-"
+"""Points with the name of a set behind it to the best checkpoint, which is kept."""
 _NAME = re.compile(r"step-(\d{6,})")
 
 
 @dataclass(frozen=True, slots=True)
+class Best:
+    """The largest `value` of a set's `metric`, after `step` steps; `num_since` later evaluations were not better."""
+
+    metric: str
+    step: int
+    value: float
+    num_since: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class RunState:
-    """State of the driver after training on `step` rollout batches: prompt position, first evaluation.
+    """State of the driver after training on `step` rollout batches: prompt position, first evaluation, and the best before.
 
     `metrics` are the step's, measured before the save, for a run that is killed before logging them.
     """
@@ -50,6 +62,7 @@ class RunState:
     source: dict[str, Any]
     first_evaluation: dict[str, float]
     metrics: dict[str, float] = field(default_factory=dict)
+    best: dict[str, Best] = field(default_factory=dict)
 
 
 def checkpoint_paths(directory: Path) -> list[Path]:
@@ -101,6 +114,8 @@ class CheckpointWriter:
         self._run, self._ranks, self._directory_identity = run, ranks, _identity(run.directory)
         self._pending: Path | None = None
         """The checkpoint or export that has begun and is not in its place."""
+        self._best: Mapping[str, Best] = {}
+        self.may_be_best: Callable[[int], bool] = lambda step: False
 
     def has_directory(self) -> bool:
         """Return False where the run directory was deleted, moved or replaced by another one."""
@@ -116,8 +131,9 @@ class CheckpointWriter:
             )
 
     def checkpoint_is_due(self, step: int) -> bool:
-        """Return True after every run.save_interval-th step and the last."""
-        return step == self._run.num_steps or (self._run.save_interval > 0 and step % self._run.save_interval == 0)
+        """Return True after every run.save_interval-th step, the last, and those whose evaluation may be the best."""
+        at_interval = self._run.save_interval > 0 and step % self._run.save_interval == 0
+        return step == self._run.num_steps or at_interval or self.may_be_best(step)
 
     def export_is_due(self, step: int) -> bool:
         """Return True after every run.export_interval-th step."""
@@ -178,12 +194,21 @@ class CheckpointWriter:
             return []
         # Before the deletion of the checkpoint that the link points to.
         link_policy(path)
+        self.keep(self._best)
         return self._prune()
+
+    def keep(self, best: Mapping[str, Best]) -> None:
+        """Keep the `best` checkpoints until the next call, and link those that are complete, by the name of a set."""
+        self._best = best
+        for name, one in best.items():
+            if _is_complete(path := self._run.directory / "checkpoints" / f"step-{one.step:06d}"):
+                _link(self._run.directory / f"{BEST_LINK}{name}", path)
 
     def _prune(self) -> list[str]:
         said = []
         for old in checkpoint_paths(self._run.directory)[: -self._run.keep_checkpoints]:
-            if not self._run.keep_interval or _step(old) % self._run.keep_interval:
+            for_good = self._run.keep_interval and not _step(old) % self._run.keep_interval
+            if not for_good and all(_step(old) != best.step for best in self._best.values()):
                 try:
                     remove_directory(old)
                 except OSError as error:
@@ -246,11 +271,14 @@ def load_newest(
 
 def link_policy(checkpoint: Path) -> None:
     """Point the run's link at the policy of `checkpoint`, in one step."""
-    link = checkpoint.parents[1] / POLICY_LINK
+    _link(checkpoint.parents[1] / POLICY_LINK, checkpoint / "hf")
+
+
+def _link(link: Path, target: Path) -> None:
     partial = link.with_name(f".{link.name}.partial")
     with disk_errors(link):
         partial.unlink(missing_ok=True)
-        partial.symlink_to((checkpoint / "hf").relative_to(link.parent), target_is_directory=True)
+        partial.symlink_to(target.relative_to(link.parent), target_is_directory=True)
         os.replace(partial, link)
 
 

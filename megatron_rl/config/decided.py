@@ -42,6 +42,9 @@ def decide(settings: Settings, *, has_gpus: bool) -> tuple[Settings, tuple[Decis
         # Kernels on GPUs keep all tokens that are as likely as the last one.
         reason = f"an engine records at most {most} candidates for a token ({CANDIDATES_LIMIT}), and half of them may be ties"
         made.append(Decision("rollout.sampling.top_k", max(1, most // 2), reason))
+        own = {name: each.sampling for name, each in settings.eval.sets.items() if each.sampling.top_p is not None}
+        reason = "the set has a top_p of its own, and answers of evaluations have no record of candidates"
+        made += [Decision(f"eval.sets.{name}.sampling.top_k", 0, reason) for name, each in own.items() if each.top_k is None]
     field, cp, longest = "max_tokens_per_micro_batch", training.topology.cp, settings.longest_sequence
     if not supervised and field not in training.model_fields_set and longest > TrainingSettings().max_tokens_per_micro_batch * cp:
         prompt, response = settings.data.max_prompt_tokens, rollout.sampling.max_response_tokens
@@ -94,5 +97,5 @@ def with_values(section: Section, values: Mapping[str, Any]) -> Section:
 def _with(section: Any, path: list[str], value: Any) -> Any:
     name, *rest = path
     if isinstance(section, dict):
-        return {**section, name: value}
+        return {**section, name: _with(section[name], rest, value) if rest else value}
     return section.model_copy(update={name: _with(vars(section)[name], rest, value) if rest else value})

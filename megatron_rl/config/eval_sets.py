@@ -2,9 +2,9 @@
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from megatron_rl.config.section import FilePath, Section
 
@@ -17,7 +17,7 @@ class EvalSampling(Section):
 
     temperature: float | None = Field(None, ge=0, le=100, description="Softmax temperature; 0 takes the likeliest token.")
     top_p: float | None = Field(None, gt=0, le=1, description="Draw from the likeliest tokens, which have this probability together.")
-    top_k: int | None = Field(None, ge=1, description="Draw from so many likeliest tokens.")
+    top_k: int | None = Field(None, ge=0, description="Draw from so many likeliest tokens; 0 draws from all.")
     min_p: float | None = Field(None, ge=0, lt=1, description="Draw from tokens with this share of the likeliest's probability.")
     frequency_penalty: float | None = Field(None, ge=-2, le=2, description="Lowers a token's logit by this for each time it was generated.")
     presence_penalty: float | None = Field(None, ge=-2, le=2, description="Lowers the logit of every generated token by this, once.")
@@ -62,6 +62,18 @@ class EvalSet(Section):
     interval: int | None = Field(None, ge=0, description="Steps between evaluations of this set; eval.interval when not set.")
     reward: EvalReward | None = Field(None, description="Reward function of this set; the run's when not set.")
     sampling: EvalSampling = Field(default_factory=EvalSampling)
+    keep_best: str | None = Field(None, description="Keep the checkpoint with the largest of this metric, such as accuracy or pass@4.")
+    stop_after: int | None = Field(None, ge=1, description="End the run after so many evaluations without a better keep_best.")
+
+    @model_validator(mode="after")
+    def _best(self) -> Self:
+        powers = [2**power for power in range(1, self.samples.bit_length())]
+        known = ("accuracy", "reward", *(f"{kind}@{k}" for kind in ("pass", "maj") for k in powers), *(f"pass^{k}" for k in powers))
+        if self.keep_best is not None and self.keep_best not in known:
+            raise ValueError(f"has keep_best {self.keep_best}, needs one of {', '.join(known)}, as samples is {self.samples}")
+        if self.stop_after is not None and self.keep_best is None:
+            raise ValueError(f"has stop_after {self.stop_after} without keep_best, needs the metric that is to rise; set keep_best")
+        return self
 
 
 class EvalSettings(Section):
@@ -90,6 +102,10 @@ class EvalSettings(Section):
         """Return the sets to evaluate after `steps` of `num_steps` steps: before the first, at intervals, after the last."""
         ends = steps in (0, num_steps)
         return tuple(name for name in self.sets if (every := self.interval_of(name)) and (ends or steps % every == 0))
+
+    def keeps(self, *, steps: int, num_steps: int) -> bool:
+        """Return True where a set with `keep_best` is due, which needs a checkpoint of these steps."""
+        return any(self.sets[name].keep_best for name in self.due(steps=steps, num_steps=num_steps))
 
     def longest_sampling(self, sampling: _Settings) -> _Settings:
         """Return the sampling with the largest token budget of an answer: the rollout's `sampling`, or that of a set."""

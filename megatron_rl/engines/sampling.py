@@ -109,4 +109,4 @@ def eval_sampling(settings: SamplingSettings, own: EvalSampling, *, eos_token_id
     """Return the sampling of an evaluation: `own` values, and those of the `settings` where not set."""
     values = {**settings.model_dump(exclude={"entropy"}), **own.model_dump(exclude_none=True)}
     ends = tuple(dict.fromkeys((*values.pop("stop_token_ids"), *eos_token_ids)))
-    return Sampling(max_tokens=values.pop("max_response_tokens"), stop_token_ids=ends, **values)
+    return Sampling(max_tokens=values.pop("max_response_tokens"), stop_token_ids=ends, top_k=values.pop("top_k") or None, **values)

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterable
 from contextlib import redirect_stdout
+from pathlib import Path
 
 from megatron_rl.config.decided import Decision
 from megatron_rl.config.gpus import find_gpu
@@ -11,7 +12,7 @@ from megatron_rl.config.settings import Settings
 from megatron_rl.errors import UserError
 
 
-def check_run(settings: Settings, decisions: Iterable[Decision], *, resume: bool, config_only: bool) -> None:
+def check_run(settings: Settings, decisions: Iterable[Decision], *, resume: bool, replay: Path | None, config_only: bool) -> None:
     """Check a run, and print its settings as a YAML settings file, with everything else as comments.
 
     Raises UserError for a run that could not start, and for one that does not fit.
@@ -25,7 +26,7 @@ def check_run(settings: Settings, decisions: Iterable[Decision], *, resume: bool
     # Run before the first print, so that nothing else is printed beside an error. Output of the user's own functions
     # during the trial is no part of the settings file.
     with redirect_stdout(sys.stderr):
-        notes = preflight(settings, resume=resume, config_only=config_only)
+        notes = preflight(settings, resume=resume, replay=replay, config_only=config_only)
     plan, cluster = None, settings.runtime.cluster
     if config_only and cluster.gpu is not None:
         plan = plan_run(settings, read_model_spec(settings.model.path), gpu=find_gpu(cluster.gpu), num_nodes=cluster.num_nodes)
@@ -34,8 +35,8 @@ def check_run(settings: Settings, decisions: Iterable[Decision], *, resume: bool
         print(planned, end="", flush=True)
         raise UserError(f"{plan.verdict}; `megatron-rl plan` lists layouts that fit")
     decided = {"What was decided, as it was not set": {one.path: f"{one.value}: {one.reason}" for one in decisions}}
-    tables = {**decided, **launch_plan(settings, find_target(settings, config_only=config_only))}
-    if not config_only:
+    tables = {**decided, **launch_plan(settings, find_target(settings, config_only=config_only, generates=replay is None), replay=replay)}
+    if not config_only and replay is None:
         from megatron_rl.data.overview import overview
         from megatron_rl.data.source import RunPrompts
 

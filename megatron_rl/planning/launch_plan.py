@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from itertools import groupby
+from pathlib import Path
 
 import torch
 
@@ -29,8 +30,8 @@ from megatron_rl.training.critic import critic_optimizer
 from megatron_rl.training.topology import Topology
 
 
-def launch_plan(settings: Settings, target: Target) -> dict[str, Mapping[str, str]]:
-    """Return titled tables: what the settings add up to, the launch with places, and packages in use."""
+def launch_plan(settings: Settings, target: Target, *, replay: Path | None = None) -> dict[str, Mapping[str, str]]:
+    """Return titled tables: what the settings add up to, the launch with places, and packages in use; a `replay` has no engines."""
     placement, address = target.placement(), settings.runtime.ray_address
     elsewhere = {"nodes": f"those of the cluster at {address}, asked when the run starts"}
     kind = target.device.kind
@@ -44,11 +45,11 @@ def launch_plan(settings: Settings, target: Target) -> dict[str, Mapping[str, st
     if torch.cuda.is_available():
         backends["GPUs here"] = f"{torch.cuda.device_count()} × {torch.cuda.get_device_name(0)}"
     reward = settings.reward.function or settings.rollout.name
-    sets = settings.eval.described(sampling=settings.rollout.sampling, reward=reward)
+    sets = {} if replay is not None else settings.eval.described(sampling=settings.rollout.sampling, reward=reward)
     return {
         "What the settings add up to": sizes(settings),
         **({"What it would be evaluated on, the run's values in parentheses": sets} if sets else {}),
-        "What would be launched": _processes(settings, target),
+        "What would be launched": _processes(settings, target, replay),
         "Where it would be placed": elsewhere if placement is None else placement_rows(placement),
         "What it would run on": backends | {f"{package} here": version for package, version in chosen_backends().items()},
     }
@@ -94,7 +95,7 @@ def _rounds(steps: int, interval: int) -> int:
     return 1 if interval == 0 else -(-steps // interval)
 
 
-def _processes(settings: Settings, target: Target) -> dict[str, str]:
+def _processes(settings: Settings, target: Target, replay: Path | None) -> dict[str, str]:
     runtime, topology, device = settings.runtime, Topology.of(settings.training.topology), target.device
     place, several = "one GPU each" if device.kind == "cuda" else "on the CPU", target.nodes is not None and len(target.nodes) > 1
     ray = f"a cluster of {len(target.nodes or ())} nodes, whose address the run is given (--ray-address)"
@@ -102,8 +103,8 @@ def _processes(settings: Settings, target: Target) -> dict[str, str]:
     rows = {"Ray": ray, "Megatron": f"{topology}, {place}, {device.backend}"}
     if settings.objective.has_critic:
         rows["critic"] = f"on the same ranks, learning rate {critic_optimizer(settings.training)['lr']:g}"
-    if settings.supervised:
-        return rows | {"SGLang": "none: supervised training"}
+    if settings.supervised or replay is not None:
+        return rows | {"SGLang": "none: supervised training" if replay is None else f"none: recorded batches of {replay}"}
     where = f", {counted(settings.rollout.ranks_per_engine, 'GPU')} each" if device.kind == "cuda" else ", on the CPU"
     where += f", on {settings.rollout.nodes_per_engine} nodes each" * (settings.rollout.nodes_per_engine > 1)
     where += ", the same as those of the ranks, in turns" if runtime.colocate else ""

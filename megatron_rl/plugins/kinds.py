@@ -63,8 +63,8 @@ class Generator(Protocol):
         Each call is a request, also at the same time as others: it occupies an engine only until the
         answer, goes to another engine on failure, and is aborted when the awaiting task is
         cancelled. Give the requests of one conversation a `session`, a name unique for this prompt:
-        they prefer the engine with the computed earlier turns, and their seeds do not depend on the
-        duration of other conversations' tools.
+        they prefer the engine with the computed earlier turns, and their seeds depend on their tokens,
+        not on the order of calls.
         """
 
 

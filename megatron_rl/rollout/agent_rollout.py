@@ -72,14 +72,15 @@ class AgentRollout(EnvironmentRollout):
             raise TrajectoryError("error" if "lost" in answer else "agent", answer["headline"].partition("\n")[0], answer["trace"])
         if not conversation.turns:
             raise TrajectoryError("no_request", "the agent ended without an answer of the policy; is OPENAI_BASE_URL what it asks?")
+        conversation.order()
         last = conversation.turns[-1]
+        request = session.requests[last]
         calls = [call for turn in conversation.turns for call in turn.message.get("tool_calls", ())]
         notes = Notes()
         counts = {"num_calls": len(calls), "num_errors": sum("error" in call for call in calls)}
         notes.add({**answer, **counts}, content=last.message["content"])
-        messages, tools = session.last
-        finished = messages and last.stop is None and last in conversation.finished
-        notes.end(conversation.structure_difference([*messages, last.message], tools=tools) if finished else None)
+        finished = request.messages and last.stop is None and last in conversation.finished
+        notes.end(conversation.structure_difference([*request.messages, last.message], tools=request.tools) if finished else None)
         notes.facts |= {"num_refused": session.num_refused, "num_overridden": session.num_overridden}
         return notes
 

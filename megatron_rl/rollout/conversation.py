@@ -8,6 +8,7 @@ Legend: P tokens before an answer, R tokens of an answer.
 """
 
 import asyncio
+import hashlib
 import itertools
 import json
 from collections.abc import Mapping, Sequence
@@ -38,8 +39,8 @@ class Turn:
     """One sampled answer to `prompt_ids` [P], as a node of the tree.
 
     `history` has the messages before and the answer, each as JSON text. A turn without `parent`
-    begins a branch. `message` is the answer as read by the renderer, cut at `stop`, the stop string
-    of the request that ended the answer.
+    begins a branch. `num_known` answers had ended when the turn was asked for. `message` is the
+    answer as read by the renderer, cut at `stop`, the stop string of the request that ended the answer.
     """
 
     parent: "Turn | None"
@@ -47,6 +48,7 @@ class Turn:
     generation: Generation
     message: Message
     history: tuple[str, ...]
+    num_known: int = 0
     stop: str | None = None
 
     @property
@@ -75,7 +77,7 @@ class Conversation:
         self._chosen, self._renderer = chosen, chosen.renderer
         self._generator, self._tokenizer, self._session = generator, tokenizer, session
         self.turns: list[Turn] = []
-        self._num_calls = itertools.count()
+        self._num_ended = 0
 
     @property
     def context(self) -> int:
@@ -103,7 +105,11 @@ class Conversation:
         stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *self._renderer.get_stop_token_ids())))
         max_tokens = min(sampling.max_tokens, self.context - len(asked.prompt_ids))
         sampling = replace(sampling, max_tokens=max_tokens, stop=(*sampling.stop, *stop), stop_token_ids=stops)
-        (generation,) = await self._generator.generate(asked.prompt_ids, sampling=sampling, session=self._session)
+        num_known = self._num_ended
+        try:
+            (generation,) = await self._generator.generate(asked.prompt_ids, sampling=sampling, session=self._session)
+        finally:
+            self._num_ended += 1
         if asked.is_text:
             text = self._tokenizer.decode(generation.token_ids, skip_special_tokens=True)
             message: Message = {"role": "assistant", "content": text}
@@ -112,7 +118,7 @@ class Conversation:
         content = message["content"]
         found, ended_by = min(((content.find(each), each) for each in stop if each in content), default=(len(content), None))
         message = {**message, "content": content[:found]}
-        return Turn(asked.parent, asked.prompt_ids, generation, message, (*asked.history, _key(message)), ended_by)
+        return Turn(asked.parent, asked.prompt_ids, generation, message, (*asked.history, _key(message)), num_known, ended_by)
 
     async def rendered(self, messages: Sequence[Message], *, tools: Sequence[Message] = ()) -> Asked:
         """Return the request behind the deepest turn that `messages` extend. Raises TrajectoryError."""
@@ -149,7 +155,7 @@ class Conversation:
         """Return the turn that is continued, and all tokens [P] before the answer."""
         finished = self.finished
         extended = [turn for turn in finished if history[: len(turn.history)] == turn.history]
-        for turn in sorted(extended, key=lambda each: len(each.history))[-1:]:
+        for turn in sorted(extended, key=lambda each: (len(each.history), each.token_ids.tolist()))[-1:]:
             new = [dict(message) for message in messages[len(turn.history) - 1 :]]
             between = bridge(self._renderer, turn.prompt_ids, turn.generation.token_ids, new, tools=tools)
             if between is not None:
@@ -157,7 +163,7 @@ class Conversation:
         ids = np.array(_render(self._renderer, messages, tools=tools, add_generation_prompt=True), np.int64)
         # A template that changes nothing before the new messages keeps the tokens, too.
         kept = [turn for turn in finished if np.array_equal(ids[: len(turn.token_ids)], turn.token_ids)]
-        return max(kept, key=lambda turn: len(turn.prompt_ids), default=None), ids
+        return max(kept, key=lambda turn: len(turn.token_ids), default=None), ids
 
     def _read(self, generation: Generation, prompt_ids: Ints, tools: Any) -> Message:
         """Return the answer as a message; each call that cannot be read has its `error`."""
@@ -165,6 +171,8 @@ class Conversation:
         from renderers.base import ParsedResponse, ParsedToolCall, ToolCallParseStatus
 
         ids = generation.token_ids.tolist()
+        # Templates may write the names of calls, so that they follow tokens alone.
+        unique = hashlib.blake2b(np.concatenate([prompt_ids, generation.token_ids]).tobytes(), digest_size=4).hexdigest()
         try:
             parsed = self._renderer.parse_response(ids, tools=tools, prompt_ids=prompt_ids.tolist())
         except (ValueError, RecursionError):
@@ -179,7 +187,7 @@ class Conversation:
             called = call.name if isinstance(call.name, str) and _is_json(call.name) else ""
             readable = call.status == "ok" and call.name == called and isinstance(call.arguments, dict) and _is_json(call.arguments)
             function = {"name": called, "arguments": call.arguments if readable else call.raw}
-            name = call.id or f"call_{next(self._num_calls)}"
+            name = call.id or f"call_{unique}_{len(calls)}"
             fault = {} if readable else {"error": "malformed_structure" if call.status == "ok" else str(call.status)}
             calls.append({"id": name, "type": "function", "function": function} | fault)
         return message | ({"tool_calls": calls} if calls else {})
@@ -201,6 +209,14 @@ class Conversation:
             if one != other:
                 return f"marker {number} is {one or 'missing'}, the chat template has {other or 'none'}"
         return None
+
+    def order(self) -> None:
+        """Order turns by tokens instead of the times of their ends, those asked for last behind all others.
+
+        These have no answer between their requests.
+        """
+        most = max((turn.num_known for turn in self.turns), default=0)
+        self.turns.sort(key=lambda turn: (turn.num_known == most, turn.token_ids.tolist()))
 
     def samples(self, prompt: Prompt, *, first_index: int = 0, trajectory: int | None = None) -> tuple[Sample, ...]:
         """Return a sample for each leaf, in the order of their last turns.

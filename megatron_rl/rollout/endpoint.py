@@ -25,7 +25,6 @@ from megatron_rl.rollout.anthropic_dialect import Messages
 from megatron_rl.rollout.conversation import Asked, Conversation, Turn
 from megatron_rl.rollout.dialects import MODEL, ChatCompletions, Completions, Fields, Request, RequestRefusal
 from megatron_rl.rollout.generator import cancel, together
-from megatron_rl.types import Message
 
 MAX_BODY_BYTES = 2**24
 """Largest request: a context of a million tokens, written in JSON."""
@@ -75,8 +74,7 @@ class Session:
         self.num_refused, self.num_overridden = 0, 0
         self.cause: RequestRefusal | None = None
         """The first refusal that is a failure of the trajectory where the agent fails, too."""
-        self.last: tuple[Sequence[Message], Sequence[Message]] = ((), ())
-        """Messages and tools of the last turn."""
+        self.requests: dict[Turn, Request] = {}
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._works: list[_Work] = []
         self._num_asked = 0
@@ -176,7 +174,7 @@ class Session:
         sampling = replace(self._sampling, max_tokens=limit)
         turns = await together(self.conversation.answer(asked, sampling=sampling, stop=request.stop) for _ in range(request.count))
         self.conversation.turns.extend(turns)
-        self.last = request.messages, request.tools
+        self.requests |= dict.fromkeys(turns, request)
         return turns
 
     def _ended(self, work: _Work) -> None:

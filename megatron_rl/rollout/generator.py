@@ -1,8 +1,8 @@
 """Send the engine requests of one attempt, and keep finished answers in the buffer for a resume.
 
 Each request finds an engine, fails, repeats and aborts independently. A repeated rollout sends the
-same requests in the same order, as far as tools answer alike. So an answer is found by its whole
-request, seed included.
+same requests, as far as tools answer alike; those of one session in any order. So an answer is found
+by its whole request, seed included.
 """
 
 import asyncio
@@ -31,6 +31,8 @@ Result = TypeVar("Result")
 Decode = Callable[[list[int]], str]
 """From token ids to their text, special tokens included."""
 
+KEPT_ANSWER_S = 0.1
+"""A session waits this long for a kept answer, so that requests sent together are in flight together again."""
 KEEP_AFTER_S = 1.0
 """Answers are written this late: a group finished by then is written once, as a whole."""
 
@@ -39,8 +41,9 @@ class PoolGenerator(AbstractAsyncContextManager["PoolGenerator", None]):
     """The engines of `pool` for the rollout of one prompt; leaving the context aborts requests.
 
     The k-th requested sample gets a seed from the text `seed` and k. So samples differ on an engine
-    that draws by seeds, and are reproducible. Each session counts from a separate seed: the order
-    of sessions, which depends on tool latency, changes nothing.
+    that draws by seeds, and are reproducible. Each request of a session counts from a seed of its
+    tokens, token budget and stop strings: the order of requests, which depends on tool latency,
+    changes nothing. Equal requests of a session count on.
 
     `max_tokens` bounds prompt and answer together, as a micro-batch does; `max_answer` bounds one
     answer. `arrival` is the group's. Answers in `kept` are not requested again; long ones are added.
@@ -61,7 +64,7 @@ class PoolGenerator(AbstractAsyncContextManager["PoolGenerator", None]):
         self._decode = decode
         self._pool, self._urgency, self._arrival, self._kept = pool, urgency, arrival, kept
         self._seed_source, self._max_tokens, self._max_answer = seed, max_tokens, max_answer
-        self._next_seeds: dict[str | None, int] = {}
+        self._next_seeds: dict[str, int] = {}
         self._engines: dict[str, EngineClient] = {}
         self._requests: set[asyncio.Task[tuple[Generation, ...]]] = set()
         self._closed = False
@@ -102,10 +105,12 @@ class PoolGenerator(AbstractAsyncContextManager["PoolGenerator", None]):
             UserError: a request that no engine can take, or an answer that may exceed the settings.
         """
         self._check(len(token_ids), sampling)
-        if session not in self._next_seeds:
-            self._next_seeds[session] = _seed(self._seed_source if session is None else f"{self._seed_source}\0{session}")
-        seeded = replace(sampling, seed=self._next_seeds[session])
-        self._next_seeds[session] += num_samples
+        source = self._seed_source
+        if session is not None:
+            source += f"\0{session}\0{_digest(f'{sampling.max_tokens} {sampling.stop}', token_ids)}"
+        first = self._next_seeds.get(source, _seed(source))
+        self._next_seeds[source] = first + num_samples
+        seeded = replace(sampling, seed=first)
         # A separate task, so that the end of the rollout also ends requests left without a waiter.
         request = asyncio.create_task(self._request(token_ids, seeded, num_samples, session))
         self._requests.add(request)
@@ -130,6 +135,8 @@ class PoolGenerator(AbstractAsyncContextManager["PoolGenerator", None]):
     async def _request(self, token_ids: Ints, sampling: Sampling, num_samples: int, session: str | None) -> tuple[Generation, ...]:
         urgency, answers = self._urgency, self._kept_answers(token_ids, sampling, num_samples)
         pieces = {index: answers.pop(index) for index in list(answers) if answers[index].stop_reason is StopReason.ABORT}
+        if session is not None and len(answers) == num_samples:
+            await asyncio.sleep(KEPT_ANSWER_S)
         while len(answers) < num_samples:
             preferred = None if session is None else self._engines.get(session)
             slots = self._pool.slots(num_samples - len(answers), urgency=urgency, arrival=self._arrival, preferred=preferred)
@@ -237,7 +244,7 @@ class KeptAnswers(AbstractContextManager["KeptAnswers", None]):
 
     def find(self, token_ids: Ints, sampling: Sampling) -> Generation | None:
         """Return the answer to the prompt `token_ids` [P] under `sampling`, seed and all, or None."""
-        content = self._found.get(self._request(token_ids, sampling)) if self._found else None
+        content = self._found.get(_digest(f"{sampling}", token_ids)) if self._found else None
         return None if content is None else _read(content)
 
     def add(self, token_ids: Ints, sampling: Sampling, generation: Generation, *, is_piece: bool = False) -> None:
@@ -245,7 +252,7 @@ class KeptAnswers(AbstractContextManager["KeptAnswers", None]):
         made = generation.weight_versions
         if (generation.stop_reason is StopReason.ABORT) is not is_piece or not len(made):
             return
-        request, content = self._request(token_ids, sampling), _written(generation)
+        request, content = _digest(f"{sampling}", token_ids), _written(generation)
         self._unwritten.append(Answer(request=request, content=content, min_version=int(made.min()), max_version=int(made.max())))
         if self._writing is None:
             self._writing = asyncio.get_running_loop().call_later(KEEP_AFTER_S, self._write)
@@ -256,12 +263,6 @@ class KeptAnswers(AbstractContextManager["KeptAnswers", None]):
         # A failed write ends the run when the group is finished; here no caller could be informed.
         with contextlib.suppress(UserError):
             self._buffer.put_answers(self._group_id, answers)
-
-    @staticmethod
-    def _request(token_ids: Ints, sampling: Sampling) -> str:
-        digest = hashlib.blake2b(f"{sampling}\0".encode(), digest_size=16)
-        digest.update(token_ids.astype("<i8").tobytes())
-        return digest.hexdigest()
 
 
 NOTHING = Generation(np.empty(0, np.int64), np.empty(0, np.float32), np.empty(0, np.int64), StopReason.ABORT)
@@ -309,8 +310,14 @@ def _read(content: bytes) -> Generation:
     return Generation(stop_reason=StopReason(arrays.pop("stop_reason").tobytes().decode()), **arrays)
 
 
+def _digest(text: str, token_ids: Ints) -> str:
+    digest = hashlib.blake2b(f"{text}\0".encode(), digest_size=16)
+    digest.update(token_ids.astype("<i8").tobytes())
+    return digest.hexdigest()
+
+
 def _seed(source: str) -> int:
-    """Return a seed below 2^56, equal for the same run, prompt (id with epoch) and session."""
+    """Return a seed below 2^56, equal for the same run, prompt (id with epoch), session and request in it."""
     return int.from_bytes(hashlib.blake2b(source.encode(), digest_size=7).digest(), "big")
 
 

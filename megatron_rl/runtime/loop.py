@@ -18,14 +18,15 @@ from megatron_rl.runtime.run import Run
 
 
 def train_loop(run: Run, *, first_step: int) -> None:
-    """Run batch, train, save, publish weights, evaluate and log until the run's last step.
+    """Run batch, train, save, publish weights, evaluate and log until the run's last step, or its end by `stop_after`.
 
     `first_step` is 0 or the step of the checkpoint. The weights after s steps carry version s. With
     a `max_staleness` above 0 the samples of later steps are made meanwhile, and `next_batch` finds
     these samples ready.
     """
     run.begin(step=first_step)
-    for step in range(first_step, run.num_steps):
+    step = first_step
+    while step < run.num_steps:
         batch = run.next_batch(step)
         run.train(batch, step=step)
         if run.saves_after(step):
@@ -33,3 +34,4 @@ def train_loop(run: Run, *, first_step: int) -> None:
         run.publish(version=step + 1)
         run.evaluate(step=step + 1)
         run.log(step=step + 1)
+        step += 1

@@ -8,7 +8,7 @@ import asyncio
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from math import prod
@@ -60,7 +60,7 @@ from megatron_rl.runtime.engine_model import planned_model
 from megatron_rl.runtime.placement import Placement
 from megatron_rl.runtime.plugin_contracts import require
 from megatron_rl.runtime.ray_session import check_answers
-from megatron_rl.runtime.resumption import check_run_directory, resumption_checks
+from megatron_rl.runtime.resumption import check_run_directory, open_record, resumption_checks
 from megatron_rl.runtime.target import Target, find_target, no_gpu
 from megatron_rl.system.device import local_device
 from megatron_rl.system.files import MANIFEST
@@ -83,46 +83,51 @@ Checks: TypeAlias = list[Callable[[], list[str] | None]]
 
 
 def preflight(
-    settings: Settings, *, resume: bool = False, probe: bool = True, generates: bool = True, config_only: bool = False
+    settings: Settings, *, resume: bool = False, probe: bool = True, replay: Path | None = None, config_only: bool = False
 ) -> list[str]:
     """Check the run before the start, and return notes.
 
     Checked are model, layout, upstream fields, reward function, data, run directory and resources.
     With `probe` False the data files and the reward function are only found, for a caller that
-    reads and calls them before any expensive start. A replay does not generate. With `config_only`
-    no data and no machine is needed, and of the model config.json alone. Raises UserError with one
-    line for every problem found.
+    reads and calls them before any expensive start. A `replay` of recorded batches needs no engine,
+    data or code of the rollout. With `config_only` no data and no machine is needed, and of the model
+    config.json alone. Raises UserError with one line for every problem found.
     """
     run, model, data, runtime = settings.run, settings.model, settings.data, settings.runtime
-    check_reward: Checks = [] if settings.supervised else [partial(_check_reward, settings.reward)]
+    generates = replay is None and not settings.supervised
+    check_reward: Checks = [partial(_check_reward, settings.reward)] if generates else []
+    target = find_target(settings, config_only=config_only, generates=replay is None)
+    of_config = [*_config_checks(settings, target, generates=generates)]
+    if replay is not None:
+        of_config.append(partial(_check_record, replay, settings, resume=resume))
     if config_only:
-        return _run_checks([*_config_checks(settings, find_target(settings, config_only=True)), *check_reward], setting_notes(settings))
+        return _run_checks([*of_config, *check_reward], setting_notes(settings))
     if runtime.cluster.gpu is not None and runtime.ray_address is None and local_device().kind == "cpu":
         raise UserError(no_gpu(runtime.cluster.gpu, "this machine"))
     checks: Checks = [
         partial(check_run_directory, run.directory, resume=resume),
         *(resumption_checks(run, model.path, has_buffer=not settings.supervised) if resume else []),
-        *_config_checks(settings, find_target(settings, config_only=False, generates=generates)),
+        *of_config,
         partial(_check_weights, model.path),
         partial(_check_teacher, model),
         partial(check_installed, settings.observe),
         partial(check_interface, runtime),
         lambda: check_ends(load_tokenizer(model.path), model.path),
     ]
-    checks += [] if data.source is None else [partial(require, data.source, "data_source", data.args)]
-    if probe:
+    checks += [] if data.source is None or replay is not None else [partial(require, data.source, "data_source", data.args)]
+    if probe and replay is None:
         reward = None if settings.supervised else settings.reward
         checks.append(partial(_check_rows, data, settings.eval, model.path, reward, seed=run.seed))
-    else:
+    elif replay is None:
         paths = (*(files.path for files in data.sources), *(each.data for each in settings.eval.sets.values()))
         checks += [*(partial(_check_found, path) for path in dict.fromkeys(paths)), *check_reward]
     checks.append(partial(_check_disk, run, model.path, has_critic=settings.objective.has_critic))
     if runtime.ray_address is None and local_device().kind == "cpu":
-        engines = 0 if settings.supervised or not generates else settings.rollout.num_engines
+        engines = settings.rollout.num_engines if generates else 0
         checks.append(partial(_check_cpu_memory, model, settings.training, settings.objective, num_engines=engines))
     elif runtime.ray_address is not None and not probe:
         checks.append(partial(check_answers, runtime.ray_address))
-    if not settings.rollout.is_single_turn and not settings.supervised:
+    if not settings.rollout.is_single_turn and generates:
         need_experts = settings.training.routing_replay
         checks.append(partial(_check_own_rollout, settings.rollout, model.path, data, seed=run.seed, need_experts=need_experts))
     return _run_checks(checks, setting_notes(settings))
@@ -142,7 +147,13 @@ def check_interface(runtime: RuntimeSettings) -> None:
         )
 
 
-def _config_checks(settings: Settings, target: Target) -> Checks:
+def _check_record(replay: Path, settings: Settings, *, resume: bool) -> list[str]:
+    notes: list[str] = []
+    open_record(replay, settings, resume=resume, note=notes.append)[0].close()
+    return notes
+
+
+def _config_checks(settings: Settings, target: Target, *, generates: bool) -> Checks:
     training, rollout = settings.training, settings.rollout
     checks: Checks = [
         partial(_check_model, settings.model, training, target),
@@ -150,13 +161,12 @@ def _config_checks(settings: Settings, target: Target) -> Checks:
         partial(_check_optimizer, training, model_dtype(settings.model, target.device), has_critic=settings.objective.has_critic),
         partial(_check_placement, target, training.topology, num_nodes=settings.runtime.cluster.num_nodes),
     ]
-    if not settings.supervised:
+    if generates:
         if target.device.kind == "cuda":
             checks.append(partial(check_on_gpus, rollout.sglang, settings.weight_transport, colocate=settings.runtime.colocate))
         path, directory = settings.model.path, settings.run.directory
         checks.append(partial(_check_rollout, rollout, path, directory=directory, replays=training.routing_replay))
-        sets = {f"eval.sets.{name}.sampling": one.sampling.over(rollout.sampling) for name, one in settings.eval.sets.items()}
-        checks.append(partial(_check_tokens, path, settings.data.max_prompt_tokens, {"rollout.sampling": rollout.sampling, **sets}))
+        checks.append(partial(_check_tokens, path, settings.data.max_prompt_tokens, rollout.sampling, settings.eval))
     return checks
 
 
@@ -223,9 +233,11 @@ def _check_found(path: Path) -> None:
     data_paths(path)
 
 
-def _check_tokens(path: Path, max_prompt_tokens: int, samplings: Mapping[str, SamplingSettings]) -> None:
-    for name, sampling in samplings.items():
-        check_tokens(read_model_spec(path), path=path, max_prompt_tokens=max_prompt_tokens, sampling=sampling, name=name)
+def _check_tokens(path: Path, max_prompt_tokens: int, sampling: SamplingSettings, evaluation: EvalSettings) -> None:
+    check = partial(check_tokens, read_model_spec(path), path=path, max_prompt_tokens=max_prompt_tokens)
+    check(sampling=sampling)
+    for name, one in evaluation.sets.items():
+        check(sampling=one.sampling.over(sampling), name=f"eval.sets.{name}.sampling", biased=one.sampling.logit_bias or ())
 
 
 def _check_rows(data: DataSettings, evaluation: EvalSettings, model: Path, reward: RewardSettings | None, *, seed: int) -> list[str]:

@@ -1,9 +1,10 @@
-"""The run directory before a start: the checkpoint for `--resume`, and faults visible by names, sizes and settings.
+"""The run directory before a start: the checkpoint for `--resume`, the record for `--replay`, visible faults.
 
 Nothing is hashed or started.
 """
 
 import dataclasses
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -20,18 +21,23 @@ from megatron_rl.checkpoints.run_checkpoints import (
     newest_checkpoint,
 )
 from megatron_rl.config.load import parse_yaml
-from megatron_rl.config.settings import RunSettings
+from megatron_rl.config.settings import RunSettings, Settings
 from megatron_rl.config.yaml_text import by_path, format_value
 from megatron_rl.data.buffer import BUFFER_FILE
+from megatron_rl.data.position import difference
+from megatron_rl.data.recorded import Recorded
 from megatron_rl.data.sqlite_file import check_database
 from megatron_rl.errors import UserError, counted
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.read_spec import read_model_spec
 from megatron_rl.models.weight_table import parameter_shape, rules
 from megatron_rl.observe.sinks import METRICS_FILE, read_metrics
+from megatron_rl.training.objective_checks import check_returns
 
 _OF_FILES = {"names", "num_mtp_layers"}
 """Fields of a ModelSpec that an exported policy need not share with the model that it was made from."""
+RECORDED_BEFORE = "recorded_before"
+"""Key of a replay's position: the recorded steps before the first one that it trains on."""
 
 
 def resume_rows(run: RunSettings, settings: str) -> dict[str, str]:
@@ -183,3 +189,42 @@ def _check_written_files(directory: Path, *, has_buffer: bool) -> None:
         read_metrics(metrics)
     if has_buffer:
         check_database(directory / BUFFER_FILE)
+
+
+def open_record(replay: Path, settings: Settings, *, resume: bool, note: Callable[[str], None]) -> tuple[Recorded, int]:
+    """Return the record at `replay`, and the number of its steps before the first of the run, in a note.
+
+    Raises UserError for one that does not fit: without a step, of the run itself, sampled from
+    another distribution than the one to train, or of samples that the estimator cannot take.
+    """
+    recorded, directory = Recorded(replay), settings.run.directory
+    if recorded.path.parent.resolve() == directory.resolve():
+        raise UserError(f"--replay is {replay}, which is run.directory itself; give run.directory a new one")
+    steps = recorded.recorded_steps()
+    if not steps:
+        raise UserError(f"{recorded.path} has no step to replay, needs one that a run has taken; see megatron-rl buffer ls")
+    found = newest_checkpoint(directory) if resume else None
+    before = steps[0] - 1 if found is None else int(found[1].source.get(RECORDED_BEFORE, 0))
+    done = 0 if found is None else found[1].step
+    if done + before >= steps[-1]:
+        raise UserError(
+            f"{recorded.path} ends with step {steps[-1]}, and the checkpoint is of step {done + before}: nothing is left to replay"
+        )
+    own = {f"rollout.sampling.{name}": value for name, value in settings.rollout.sampling.model_dump(mode="json").items()}
+    for (made_by,) in recorded.read("SELECT DISTINCT made_by FROM groups WHERE made_by IS NOT NULL AND consumed_step IS NOT NULL"):
+        then, now = ({name: one.get(name) for name in _DISTRIBUTION} for one in (json.loads(made_by), own))
+        if then != now:
+            raise UserError(f"{recorded.path} cannot be trained on: {difference(json.dumps(then), json.dumps(now))}; set what it was")
+    if recorded.read(_SEVERAL, (done + before,)):
+        check_returns(settings.objective)
+    note(f"step {done + 1} trains on step {done + 1 + before} of {recorded.path}, whose record ends with step {steps[-1]}")
+    return recorded, before
+
+
+_DISTRIBUTION = tuple(f"rollout.sampling.{name}" for name in ("temperature", "top_p", "top_k", "min_p", "entropy"))
+"""Settings of the distribution whose log-probs are trained."""
+_SEVERAL = (
+    "SELECT 1 FROM samples JOIN groups ON id = group_id WHERE consumed_step > ? GROUP BY group_id, trajectory "
+    "HAVING count(trajectory) > 1 LIMIT 1"
+)
+"""A trajectory of several samples, behind a step."""

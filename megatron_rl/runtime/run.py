@@ -19,6 +19,7 @@ from megatron_rl.checkpoints.run_checkpoints import CheckpointWriter, RunState, 
 from megatron_rl.config.derived import DEADLINE, sync_deadline_s
 from megatron_rl.config.settings import RunSettings, Settings
 from megatron_rl.errors import DeadlineError, EngineDiedError, MegatronRLError, ParityError, UserError, counted
+from megatron_rl.evaluation.best_steps import reason_to_stop
 from megatron_rl.observe.console import PhaseProgress
 from megatron_rl.observe.metrics import Mean, Metric, metric_values
 from megatron_rl.observe.summary import asked_to_end, status_of
@@ -53,8 +54,6 @@ class Run(ABC):
         self.trained_steps = self._saved_steps = 0
         self._ranks_are_idle = False  # True during waits for samples
         self.engines_have_weights = False  # True where they have served this run, before its ranks were started again
-
-    # Differences between runs; those that only return are for runs with engines
 
     def begin(self, *, step: int) -> None:
         """Prepare the first step, the one after `step` steps."""
@@ -92,8 +91,6 @@ class Run(ABC):
         """Stop making batches because `error` ends the run; the final save must not wait."""
         return
 
-    # The loop
-
     def next_batch(self, step: int) -> TrainBatch:
         """Return the sequences of this step. Raises UserError when the run directory is gone."""
         self._checkpoints.check_directory()
@@ -104,10 +101,7 @@ class Run(ABC):
         return batch
 
     def train(self, batch: TrainBatch, *, step: int, expected: Expected | None = None, rows: Collection[int] = ()) -> None:
-        """Optimizer steps on one batch, recording tokens of its sequences `rows`.
-
-        Raises ParityError for rollout log-probs other than `expected`, before such a step.
-        """
+        """Train on one batch, recording tokens of its sequences `rows`. Raises ParityError for log-probs other than `expected`."""
         self._finish_save(waits=False)
         self._take_devices(Phase.TRAINING)
         with finishing_first():
@@ -120,11 +114,9 @@ class Run(ABC):
         return self._checkpoints.checkpoint_is_due(step + 1) or self._checkpoints.export_is_due(step + 1)
 
     def save(self, *, step: int, at_the_end: bool = False) -> None:
-        """Begin the save due after `step` steps, a checkpoint `at_the_end`; see `CheckpointWriter`.
+        """Begin the save due after `step` steps, a checkpoint `at_the_end`; it is in place when the next one begins, or before.
 
-        Writing continues while the run goes on. The save is in place at the latest when the next
-        one begins or the run ends. Raises UserError as `next_batch`, and when the previous save
-        could not be written.
+        Raises UserError as `next_batch`, and when the previous save could not be written.
         """
         self._checkpoints.check_directory()
         self._finish_save()
@@ -134,8 +126,8 @@ class Run(ABC):
                 self._checkpoints.begin_export(step)
                 return
             metrics, position = self._records.so_far(durable=True), self._position(step=step)
-            first = self._records.first_evaluation
-            self._checkpoints.begin(RunState(step=step, source=position, first_evaluation=first, metrics=metrics))
+            first, best = self._records.first_evaluation, self._records.best
+            self._checkpoints.begin(RunState(step=step, source=position, first_evaluation=first, metrics=metrics, best=best))
             self._saved_steps = step
 
     def _finish_save(self, *, waits: bool = True) -> None:
@@ -158,8 +150,6 @@ class Run(ABC):
             with finishing_first(), self._records.phase("swap"):
                 self._devices.take(phase)
 
-    # Before and after the loop
-
     def resume(self, *, weights_only: bool = False) -> int:
         """Load the newest checkpoint; return the number of steps done, 0 without a checkpoint.
 
@@ -169,22 +159,23 @@ class Run(ABC):
         state = load_newest(self._directory, weights_only=weights_only, before=partial(self._take_devices, Phase.TRAINING), **how)
         if state is None:
             return 0
-        self._records.first_evaluation = state.first_evaluation
-        self.trained_steps = self._saved_steps = self._records.logged_steps = state.step
+        self._records.first_evaluation, self._records.best = state.first_evaluation, state.best
+        self._records.logged_steps = self.trained_steps = self._saved_steps = state.step
         return state.step
 
     def finish(self) -> None:
         """Wait for the last checkpoint; write and print the outcome."""
+        if self.trained_steps > self._saved_steps:
+            self.save(step=self.trained_steps, at_the_end=True)
         self._finish_save()
         self._records.finish(steps=self.trained_steps)
 
     def break_off(self, error: BaseException) -> None:
         """Keep the results of a run that `error` ends early.
 
-        Results are the row of a step that was trained on, the curves, the page and the summary.
-        Also a checkpoint, where `error` leaves the ranks well, and the save in progress. Failures
-        here are reported and do not hide `error`. Nothing is written where the run directory is
-        gone. Raises UserError when the disk is full.
+        Results are the row of a trained step, the curves, the page, the summary and the save in
+        progress; also a checkpoint, where `error` leaves the ranks well. Failures here are reported
+        and do not hide `error`. Raises UserError when the disk is full.
         """
         if not self._checkpoints.has_directory():
             return
@@ -242,12 +233,12 @@ class RolloutRun(Run):
         ranks: TrainerGroup,
         records: RunRecords,
     ) -> None:
-        data = settings.data
-        super().__init__(settings.run, groups_per_step=data.prompts_per_step, ranks=ranks, records=records, devices=devices)
+        super().__init__(settings.run, groups_per_step=settings.data.prompts_per_step, ranks=ranks, records=records, devices=devices)
         self._settings, self._manager, self._sync, self._watchdog = settings, manager, sync, watchdog
         self._evaluations = RunEvaluations(settings, manager, watchdog=watchdog, wait=self._wait_for_samples, records=records)
         parts: dict[str, Any] = {"manager": manager, "wait": self._wait, "records": records}
         self._agreement = Agreement(settings, dtype=dtype, log_probs=ranks.log_probs, take=self._take_devices, **parts)
+        self._checkpoints.may_be_best = lambda step: settings.eval.keeps(steps=step, num_steps=self.num_steps)
         self._version: int | None = None  # of the trainer's weights, where engines serve them, too
         records.follow("rollout", lambda: manager.busy_s)
 
@@ -328,12 +319,12 @@ class RolloutRun(Run):
     def save(self, *, step: int, at_the_end: bool = False) -> None:
         """Save as `Run.save`, with the results of all evaluations begun, which are in no later run."""
         if not at_the_end:
-            self._evaluations.finish()
+            self._finish_evaluation(step=step)
         super().save(step=step, at_the_end=at_the_end)
 
     def publish(self, *, version: int) -> None:
         """Sync the engines' weights, when no evaluation of the present ones is in progress."""
-        self._evaluations.finish()
+        self._finish_evaluation(step=version)
         self._records.add(self._sync_weights(version))
 
     def _sync_weights(self, version: int, *, proves: bool = True) -> dict[str, Metric]:
@@ -368,13 +359,22 @@ class RolloutRun(Run):
         return ParityError(f"{error}; {self._agreement.likely_cause(again, samples=samples)}")
 
     def evaluate(self, *, step: int, goes_on: bool = False) -> None:
-        """Evaluate the weights after `step` steps on the sets that are due, where a killed run was if it `goes_on`."""
-        if not (names := self._settings.eval.due(steps=step, num_steps=self.num_steps)):
-            return
-        self._take_devices(Phase.GENERATION)
-        self._evaluations.begin(names, step=step, goes_on=goes_on)
-        if not self._settings.rollout.max_staleness or self._devices is not None or step == self.num_steps:
-            self._evaluations.finish(late=False)
+        """Evaluate the weights after `step` steps on due sets, and on all if these end the run; `goes_on` where a killed run was."""
+        begun: tuple[str, ...] = ()
+        while names := tuple(name for name in self._settings.eval.due(steps=step, num_steps=self.num_steps) if name not in begun):
+            self._take_devices(Phase.GENERATION)
+            self._evaluations.begin(names, step=step, goes_on=goes_on)
+            begun += names
+            if not self._settings.rollout.max_staleness or self._devices is not None or step == self.num_steps:
+                self._finish_evaluation(step=step, late=False)
+
+    def _finish_evaluation(self, *, step: int, late: bool = True) -> None:
+        """Wait for the evaluation in progress; keep the best checkpoints, and end after `step` steps by `stop_after`."""
+        self._evaluations.finish(late=late)
+        self._checkpoints.keep(self._records.best)
+        if step < self.num_steps and (reason := reason_to_stop(self._records.best, sets=self._settings.eval.sets)):
+            self._records.say(f"the run ends after {counted(step, 'step')}: {reason}")
+            self.num_steps = step
 
     def give_up(self) -> None:
         """Cancel an evaluation in progress."""

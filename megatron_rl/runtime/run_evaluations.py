@@ -11,6 +11,7 @@ from typing import Any
 from megatron_rl.config.derived import DEADLINE, FEWEST_REQUESTS, request_deadline_s, reward_workers
 from megatron_rl.config.eval_sets import EvalSettings
 from megatron_rl.config.settings import ModelSettings, RewardSettings, RolloutSettings, Settings
+from megatron_rl.evaluation.best_steps import best_after
 from megatron_rl.evaluation.evaluator import EVALUATION_DIRECTORY, Evaluator, SetResult, weight_files
 from megatron_rl.observe.console import PhaseProgress
 from megatron_rl.rollout.groups import ATTEMPTS, CANCEL_S, most_alone
@@ -70,6 +71,7 @@ class RunEvaluations:
             self._records.say(f"the evaluation after step {begun.step} is given up, because no engine has its weights any more")
             return
         self._records.add_evaluation(results, step=begun.step, late=late)
+        self._records.best = best_after(self._records.best, results, sets=self._settings.eval.sets, step=begun.step)
 
     def give_up(self) -> None:
         """Cancel the evaluation in progress, if any, whose answers are kept."""

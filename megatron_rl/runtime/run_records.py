@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from subprocess import Popen
 
-from megatron_rl.checkpoints.run_checkpoints import POLICY_LINK, SETTINGS_FILE, checkpoint_paths
+from megatron_rl.checkpoints.run_checkpoints import POLICY_LINK, SETTINGS_FILE, Best, checkpoint_paths
 from megatron_rl.config.derived import OneReward
 from megatron_rl.config.settings import RunSettings
 from megatron_rl.errors import UserError, counted
@@ -49,6 +49,7 @@ class RunRecords:
         self._clocks: dict[str, tuple[Callable[[], float], float]] = {}
         self.logged_steps = 0
         self.first_evaluation: dict[str, float] = {}
+        self.best: dict[str, Best] = {}
         self._last_evaluation: dict[str, float] = {}
 
     @contextmanager

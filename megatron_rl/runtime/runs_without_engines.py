@@ -1,18 +1,13 @@
 """Runs without engines: the calls of the loop on rows with answers, and on the batches that another run recorded."""
 
-import json
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatron_rl.checkpoints.run_checkpoints import newest_checkpoint
 from megatron_rl.config.derived import leaves_tokens_out
-from megatron_rl.config.settings import RunSettings, SamplingSettings, Settings
+from megatron_rl.config.settings import RunSettings, Settings
 from megatron_rl.data.batch import make_train_batch
-from megatron_rl.data.position import difference
 from megatron_rl.data.recorded import Recorded
 from megatron_rl.data.source import PromptSource
 from megatron_rl.errors import UserError
@@ -21,13 +16,11 @@ from megatron_rl.observe.group_metrics import rollout_metrics
 from megatron_rl.observe.metrics import Metric
 from megatron_rl.rollout.group_choice import FAILED, check_versions
 from megatron_rl.rollout.sample_checks import without_stale_tokens
+from megatron_rl.runtime.resumption import RECORDED_BEFORE
 from megatron_rl.runtime.run import Run
 from megatron_rl.runtime.run_records import RunRecords
 from megatron_rl.runtime.trainers import TrainerGroup
 from megatron_rl.types import TrainBatch
-
-_BEFORE = "recorded_before"
-"""Key of a position: the recorded steps before the first one that the run trains on."""
 
 
 class SupervisedRun(Run):
@@ -96,41 +89,7 @@ class ReplayRun(Run):
         return batch, rollout_metrics(made, version=number - 1)
 
     def _position(self, *, step: int) -> dict[str, Any]:
-        return {_BEFORE: self._before}
+        return {RECORDED_BEFORE: self._before}
 
     def _rewind(self, *, step: int, position: dict[str, Any] | None) -> tuple[str, ...]:
         return ()
-
-
-def open_record(
-    replay: Path, sampling: SamplingSettings, *, directory: Path, resume: bool, note: Callable[[str], None]
-) -> tuple[Recorded, int]:
-    """Return the record at `replay`, and the number of its steps before the first of the run in `directory`, in a note.
-
-    Raises UserError for one that does not fit: without a step, of the run itself, or sampled
-    from another distribution than the one to train.
-    """
-    recorded = Recorded(replay)
-    if recorded.path.parent.resolve() == directory.resolve():
-        raise UserError(f"--replay is {replay}, which is run.directory itself; give run.directory a new one")
-    steps = recorded.recorded_steps()
-    if not steps:
-        raise UserError(f"{recorded.path} has no step to replay, needs one that a run has taken; see megatron-rl buffer ls")
-    found = newest_checkpoint(directory) if resume else None
-    before = steps[0] - 1 if found is None else int(found[1].source.get(_BEFORE, 0))
-    done = 0 if found is None else found[1].step
-    if done + before >= steps[-1]:
-        raise UserError(
-            f"{recorded.path} ends with step {steps[-1]}, and the checkpoint is of step {done + before}: nothing is left to replay"
-        )
-    own = {f"rollout.sampling.{name}": value for name, value in sampling.model_dump(mode="json").items()}
-    for (made_by,) in recorded.read("SELECT DISTINCT made_by FROM groups WHERE made_by IS NOT NULL AND consumed_step IS NOT NULL"):
-        then, now = ({name: one.get(name) for name in _DISTRIBUTION} for one in (json.loads(made_by), own))
-        if then != now:
-            raise UserError(f"{recorded.path} cannot be trained on: {difference(json.dumps(then), json.dumps(now))}; set what it was")
-    note(f"step {done + 1} trains on step {done + 1 + before} of {recorded.path}, whose record ends with step {steps[-1]}")
-    return recorded, before
-
-
-_DISTRIBUTION = tuple(f"rollout.sampling.{name}" for name in ("temperature", "top_p", "top_k", "min_p", "entropy"))
-"""Settings of the distribution whose log-probs are trained."""

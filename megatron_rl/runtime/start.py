@@ -38,8 +38,9 @@ from megatron_rl.runtime.engine_returns import EngineReturns
 from megatron_rl.runtime.engines import EngineGroup
 from megatron_rl.runtime.placement import Needs
 from megatron_rl.runtime.ray_session import ray_cluster
+from megatron_rl.runtime.resumption import open_record
 from megatron_rl.runtime.run import RolloutRun, Run
-from megatron_rl.runtime.runs_without_engines import ReplayRun, SupervisedRun, open_record
+from megatron_rl.runtime.runs_without_engines import ReplayRun, SupervisedRun
 from megatron_rl.runtime.target import no_gpu
 from megatron_rl.runtime.trainers import TrainerGroup, printed_stacks
 from megatron_rl.runtime.watchdog import OpenWait, Watchdog
@@ -166,8 +167,7 @@ class RunStart:
         """Do as `supervised` with the batches that the run at `replay` recorded."""
         settings = self.settings
         self._claim_directory()
-        sampling, directory = settings.rollout.sampling, settings.run.directory
-        recorded, before = open_record(replay, sampling, directory=directory, resume=resume, note=self.report.note)
+        recorded, before = open_record(replay, settings, resume=resume, note=self.report.note)
         self.life.enter_context(recorded)
         ranks = self.ranks = TrainerGroup(settings, reservation=self.reserve(generates=False), watchdog=self.watchdog)
         self._start_ranks(ranks, resume=resume)

@@ -1,6 +1,6 @@
 """Limits of a run by the model's config.json alone, for `train --check` and `plan` alike."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +40,15 @@ def check_model(model: ModelSettings, training: TrainingSettings, spec: ModelSpe
 
 
 def check_tokens(
-    spec: ModelSpec, *, path: Path, max_prompt_tokens: int, sampling: SamplingSettings, name: str = "rollout.sampling"
+    spec: ModelSpec,
+    *,
+    path: Path,
+    max_prompt_tokens: int,
+    sampling: SamplingSettings,
+    name: str = "rollout.sampling",
+    biased: Iterable[int] = (),
 ) -> None:
-    """Raise UserError when the model of `spec` at `path` cannot attend to a whole response, or lacks a stop token.
+    """Raise UserError when the model of `spec` at `path` cannot attend to a whole response, or lacks a stop token or a `biased` one.
 
     `name` is the section of the settings that has `sampling`.
     """
@@ -59,8 +65,6 @@ def check_tokens(
         raise UserError(
             f"{tokens} tokens, more than the {context} that the model at {path} can attend to (max_position_embeddings); allow fewer tokens"
         )
-    beyond = [token for token in sampling.stop_token_ids if token >= spec.vocab_size]
-    if beyond:
-        raise UserError(
-            f"{name}.stop_token_ids has {beyond[0]}, needs ids below vocab_size {spec.vocab_size} of config.json in {path}; remove it"
-        )
+    named = [*(("stop_token_ids", token) for token in sampling.stop_token_ids), *(("logit_bias", token) for token in biased)]
+    for field, token in (each for each in named if each[1] >= spec.vocab_size):
+        raise UserError(f"{name}.{field} has {token}, needs ids below vocab_size {spec.vocab_size} of config.json in {path}; remove it")

@@ -85,10 +85,10 @@ def check_batch(objective: Objective, batch: TrainBatch, *, rewards: Doubles, tr
             "its own; give TrainBatch rewards for all of them, or advantages"
         )
     if batch.advantages is None and len(np.unique(trajectory_ids)) < len(trajectory_ids):
-        _check_returns(objective)
+        check_returns(objective)
 
 
-def _check_returns(objective: Objective) -> None:
+def check_returns(objective: Objective) -> None:
     """Refuse returns over trajectories of several sequences: they run from token to token of one sequence."""
     cause = objective.advantage.ends_with_sequence(has_kl=objective.kl_reward is not None)
     if cause is not None:

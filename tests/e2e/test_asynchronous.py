@@ -1,5 +1,6 @@
 """Generation beside training, and on the trainer's devices: the real engines, ranks and buffer, on the CPU."""
 
+import json
 import shutil
 import signal
 import sqlite3
@@ -51,12 +52,14 @@ def assert_no_token_is_too_old(buffer: Path, *, num_steps: int, max_staleness: i
         assert step - 1 - max_staleness <= oldest <= newest <= step - 1
 
 
-def assert_replays(recorded: Path, directory: Path, start: Callable[..., Any]) -> None:
+def assert_replays(
+    recorded: Path, directory: Path, start: Callable[..., Any], *, same: tuple[str, ...] = ("train/", "rollout/reward")
+) -> None:
     """A run without engines on the recorded batches has the same losses, norms of gradients and weights, bit for bit."""
     again = start("train", str(recorded / "settings.yaml"), f"run.directory={directory}", "--replay", str(recorded))
     assert again.wait() == 0, again.output
     steps, expected = metrics(directory), metrics(recorded)
-    names = [name for name in steps[1] if name.startswith(("train/", "rollout/reward")) and name in expected[1] and name not in MEASURED]
+    names = [name for name in steps[1] if name.startswith(same) and name in expected[1] and name not in MEASURED]
     assert {"train/loss", "train/grad_norm"} <= set(names) and expected[1]["train/grad_norm"] > 0
     assert {step: [row[name] for name in names] for step, row in steps.items()} == {
         step: [row[name] for name in names] for step, row in expected.items() if step
@@ -91,6 +94,32 @@ def test_later_steps_are_generated_while_one_trains(task: Path, tmp_path: Path, 
     # Nothing is left over at the end of the run.
     assert query(directory / "buffer.sqlite", "SELECT count(*) FROM groups WHERE state != 'consumed'") == [(0,)]
     assert_replays(directory, tmp_path / "again", start)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_two_sets_beside_training_change_none_of_its_metrics(task: Path, tmp_path: Path, start: Callable[..., Any]) -> None:
+    """A replay of the batches, without any evaluation, has the same metrics to the last bit."""
+    directory, rows = tmp_path / "run", (task / "held_out.jsonl").read_text().splitlines(keepends=True)
+    sizes, judged = {"first": 6, "second": 10}, "tests.e2e.one_by_one:coarse_score"
+    overrides = ["rollout.max_staleness=1", "run.num_steps=4", "eval.interval=1", "run.keep_groups=16", "objective.proximal=rollout"]
+    overrides += [f"eval.sets.{name}.interval=0" for name in ("greedy", "sampled")]
+    for name, size in sizes.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(rows[:size]))
+        overrides.append(f"eval.sets.{name}={{data: {tmp_path}/{name}.jsonl, samples: 8, reward: {{function: {judged}}}}}")
+    run = start(*arguments(task, directory, *overrides))
+    assert run.wait() == 0, run.output
+    assert run.survivors() == []
+    for name, size in sizes.items():
+        for step in range(5):
+            place = directory / "evaluation" / f"step-{step:06}"
+            result = json.loads((place / f"{name}.json").read_text())
+            assert result["weight_versions"] == [step, step] and result["estimates"]["failed"]["value"] == 0
+            assert result["estimates"]["pass@8"]["num"] == size == len((place / f"{name}.jsonl").read_text().splitlines()) / 8
+    # What is recorded is the training's alone.
+    assert query(directory / "buffer.sqlite", "SELECT count(*) FROM samples") == [(4 * 16 * 4,)]
+    assert_no_token_is_too_old(directory / "buffer.sqlite", num_steps=4, max_staleness=1)
+    assert_replays(directory, tmp_path / "again", start, same=("train/", "rollout/"))
 
 
 def test_ranks_and_engines_take_turns_on_shared_devices(task: Path, tmp_path: Path, start: Callable[..., Any]) -> None:

@@ -1,8 +1,11 @@
-"""Every kind of reward in a real run, by a field of the row, and one of whole groups in an evaluation beside it."""
+"""Every kind of reward in a real run, by a field of the row, one of whole groups in an evaluation, a judge that we serve."""
 
 import importlib.util
+import itertools
 import json
+import re
 import shutil
+import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -11,7 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from chat_parts import chat_tokenizer
 from small_run import chat_arguments, metrics
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from megatron_rl.engines.engine import free_port
 
 ASKED: Counter[str] = Counter()
 
@@ -92,3 +100,49 @@ def test_every_kind_of_reward_scores_a_run(chat_task: Path, tmp_path: Path, url:
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def make_judge(directory: Path, reply: str) -> Path:
+    """A model that knows the next letter by the last one alone, and gives each question this reply, without a letter twice."""
+    tokenizer, size = chat_tokenizer(), 272
+    config = Qwen3Config(
+        vocab_size=size, hidden_size=size, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=16, max_position_embeddings=4096, tie_word_embeddings=False, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
+        dtype="float32",
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config)
+    ids = tokenizer.encode(f"\n{reply}<|im_end|>", add_special_tokens=False)
+    assert len(set(ids)) == len(ids)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        model.model.embed_tokens.weight.copy_(torch.eye(size))
+        model.lm_head.weight.zero_()
+        for letter, following in itertools.pairwise(ids):
+            model.lm_head.weight[following, letter] = 1.0
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(540)
+def test_a_judge_that_we_serve_scores_a_run(
+    chat_task: Path, tmp_path: Path, start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = free_port("127.0.0.1")
+    server = start("serve", make_judge(tmp_path / "judge", "Verdict: X"), "--port", port, "max_total_tokens=16384")
+    server.wait_for("\ncurl ")
+    (key,) = re.findall(r"Bearer ([^'\s]+)'", server.output)
+    monkeypatch.setenv("JUDGE_KEY", key)
+    url = {"url": f"http://127.0.0.1:{port}/v1", "model": "judge", "key": "JUDGE_KEY"}
+    args = {**url, "verdicts": {"X": 0.75, "Y": 0.0}, "max_tokens": 32}
+    overrides = ("reward.function=judge", f"reward.args={json.dumps(args)}", "reward.max_error_rate=0")
+    run = start(*chat_arguments(chat_task, tmp_path / "run", *overrides, rollout="rollout.max_turns=1"))
+    assert run.wait() == 0, run.output
+    steps = metrics(tmp_path / "run")
+    assert [steps[step]["rollout/reward"] for step in (1, 2)] == [0.75, 0.75]
+    assert server.process.poll() is None and run.survivors() == []
+    server.process.send_signal(signal.SIGTERM)
+    assert server.wait() == 128 + signal.SIGTERM and server.survivors() == []

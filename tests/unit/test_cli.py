@@ -57,8 +57,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
 def fake_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """What `train --check` says of the launch."""
     plan, target = ModuleType("megatron_rl.planning.launch_plan"), ModuleType("megatron_rl.runtime.target")
-    vars(plan).update(launch_plan=lambda settings, target: {"layout": {"tp": 2}})
-    vars(target).update(find_target=lambda settings, config_only: None)
+    vars(plan).update(launch_plan=lambda settings, target, replay: {"layout": {"tp": 2}})
+    vars(target).update(find_target=lambda settings, config_only, generates: None)
     rows = ModuleType("megatron_rl.data.overview")
     vars(rows).update(overview=lambda prompts: {"data.train": "3 prompts"})
     monkeypatch.setattr("megatron_rl.data.source.RunPrompts.read", lambda *args, **kind: None)
@@ -98,7 +98,7 @@ def test_train_hands_over_resolved_settings(calls: list[tuple[str, Any]], config
 def test_prints_of_a_probed_function_are_no_part_of_settings(
     calls: list[tuple[str, Any]], config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def preflight(settings: Any, *, resume: bool, config_only: bool) -> list[str]:
+    def preflight(settings: Any, *, resume: bool, replay: Path | None, config_only: bool) -> list[str]:
         print("printed: 3")
         return []
 
@@ -119,11 +119,11 @@ def test_of_a_run_that_does_not_fit_the_plan_alone_is_printed(
     vars(sys.modules["megatron_rl.runtime.preflight"]).update(preflight=lambda settings, **_: [])
     found = SimpleNamespace(fits=fits, verdict="does not fit: 3 of 2", lines=lambda: ["stage 0  ", ""])
     plan, target = ModuleType("megatron_rl.planning.launch_plan"), ModuleType("megatron_rl.runtime.target")
-    vars(plan).update(launch_plan=lambda settings, target: {})
+    vars(plan).update(launch_plan=lambda settings, target, replay: {})
     memory, spec = ModuleType("megatron_rl.planning.run_plan"), ModuleType("megatron_rl.models.read_spec")
     vars(memory).update(plan_run=lambda settings, spec, *, gpu, num_nodes: found)
     vars(spec).update(read_model_spec=lambda path: None)
-    vars(target).update(find_target=lambda settings, config_only: None)
+    vars(target).update(find_target=lambda settings, config_only, generates: None)
     rows = ModuleType("megatron_rl.data.overview")
     vars(rows).update(overview=lambda prompts: {"data.train": "3 prompts"})
     monkeypatch.setattr("megatron_rl.data.source.RunPrompts.read", lambda *args, **kind: None)
@@ -464,7 +464,7 @@ def test_a_replay_is_checked_as_one_without_engines(
 ) -> None:
     monkeypatch.setattr("megatron_rl.cli.opened", lambda path: SimpleNamespace(close=lambda: None))
     assert main(["train", config, "--replay", str(tmp_path)]) == 0 and main(["train", config]) == 0
-    assert [asked["generates"] for name, (_, asked) in calls if name == "preflight"] == [False, True]
+    assert [asked["replay"] for name, (_, asked) in calls if name == "preflight"] == [tmp_path, None]
 
 
 def test_a_replay_needs_a_record_of_samples(config: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,7 +32,15 @@ def settings_of(*overrides: str) -> Settings:
         ),
         (("rollout.sampling.top_p=0.9",), {"rollout.sampling.top_k": 2048}),
         (("rollout.sampling.min_p=0.1", "rollout.sglang={sampling_mask_max_tokens: 100}"), {"rollout.sampling.top_k": 50}),
-        (("rollout.sampling.top_p=0.9", "rollout.sampling.top_k=7"), {}),
+        (("rollout.sampling.top_p=0.9", "rollout.sampling.top_k=7", "eval.sets.a={data: x, sampling: {top_p: 1.0}}"), {}),
+        (
+            (
+                "rollout.sampling.top_p=0.9",
+                "eval.sets={a: {data: x, sampling: {top_p: 1.0}}, b: {data: x, sampling: {min_p: 0.1}}, "
+                "c: {data: x, sampling: {top_p: 1.0, top_k: 5}}}",
+            ),
+            {"rollout.sampling.top_k": 2048, "eval.sets.a.sampling.top_k": 0},
+        ),
         (("rollout.sampling.top_p=0.9", "objective.policy_loss.kind=sft"), {}),
         (CLUSTER, {"training.topology.num_ranks": 8, "rollout.num_engines": 8}),
         (

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.algorithms.entropy_aware import EntropyAware
+from megatron_rl.config.decided import decide
 from megatron_rl.config.eval_sets import EvalSet
 from megatron_rl.config.settings import Settings
 from megatron_rl.config.settings_reference import setting_fields
@@ -44,6 +45,14 @@ def test_own_values_win_and_others_are_the_rollouts(settings_with: Callable[...,
     assert {"4 per prompt", "(every 10 steps)", "(temperature 0.7)", "top_k 2", "max_response_tokens 20", "(reward m:f)"} <= set(
         line.split(", ")
     )
+
+
+def test_a_set_with_its_own_top_p_takes_no_decided_top_k(settings_with: Callable[..., Settings]) -> None:
+    sets = "eval.sets={a: {data: x, sampling: {top_p: 1.0}}, b: x}"
+    for words, expected in ((("rollout.sampling.top_p=0.9",), [-1, 2048]), (("rollout.sampling={top_p: 0.9, top_k: 7}",), [7, 7])):
+        settings, _ = decide(settings_with(*words, sets), has_gpus=False)
+        samplings = [eval_sampling(settings.rollout.sampling, each.sampling, eos_token_ids=[]) for each in settings.eval.sets.values()]
+        assert [(each.request()["top_p"], each.request()["top_k"]) for each in samplings] == list(zip([1.0, 0.9], expected, strict=True))
 
 
 def test_sets_are_due_before_at_intervals_and_after(settings_with: Callable[..., Settings]) -> None:

@@ -85,6 +85,7 @@ def test_runs_are_compared_at_their_last_common_step(tmp_path: Path, capsys: pyt
     runs, picture = [str(tmp_path / run) for run in ("a", "b")], tmp_path / "both.png"
     assert main(["compare", *runs, "--out", str(picture)]) == 0
     out = " ".join(capsys.readouterr().out.split())
+    assert f"{runs[0]}: held_out is best at step 0: 0.5455" in out and f"{runs[1]}: held_out is best at step 2: 0.8462" in out
     assert "step 2; the first run is" in out and "not told apart" in out and picture.stat().st_size > 5_000
     assert main(["compare", *runs, "--step", "0", "--out", str(picture)]) == 0
     assert "+0.0000 [+0.0000, +0.0000] over 5 prompts" in " ".join(capsys.readouterr().out.split())

@@ -36,6 +36,12 @@ async def fan_out(*, prompt: Prompt, base_url: str, api_key: str) -> float:
     return float(await ask(base_url, api_key, f"Choose: {', '.join(both)}") == prompt.label)
 
 
+async def at_once(*, prompt: Prompt, base_url: str, api_key: str) -> float:
+    """Three questions at once, the third of them with a second turn, and nothing behind them."""
+    asked = [("Ask 2.",), ("Ask 1.",), ("Ask 0.", "And?")]
+    return float(len(await asyncio.gather(*(ask(base_url, api_key, *each) for each in asked))))
+
+
 async def silent(*, prompt: Prompt, base_url: str, api_key: str) -> None:
     if prompt.label == "nothing":
         return None

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import sys
@@ -17,6 +18,7 @@ from chat_parts import Policy, chat_tokenizer
 from endpoint_parts import Gate, until
 
 from megatron_rl.config.settings import AgentSettings, RolloutSettings
+from megatron_rl.engines.answers import Generation
 from megatron_rl.engines.sampling import Sampling
 from megatron_rl.errors import EngineError, TrajectoryError, UserError
 from megatron_rl.observe.group_metrics import rollout_metrics
@@ -29,7 +31,7 @@ from megatron_rl.rollout.groups import MOST_ALONE, GroupMaker, most_alone
 from megatron_rl.rollout.opened_rollout import load_rollout, opened_rollout
 from megatron_rl.rollout.sample_checks import check_samples
 from megatron_rl.runtime.plugin_contracts import check
-from megatron_rl.types import Group, Message, Prompt, Sample
+from megatron_rl.types import Group, Ints, Message, Prompt, Sample
 
 PROGRAM = Path(__file__).parent / "agents_under_test.py"
 
@@ -100,6 +102,33 @@ def test_branches_share_one_reward_and_the_last_knows_the_others() -> None:
     values = metric_values(rollout_metrics([group], version=3))
     assert values["rollout/turns"] == 3 and values["rollout/samples_per_trajectory"] == 3
     assert values["rollout/refused_requests"] == values["rollout/overridden_requests"] == 0
+
+
+@pytest.mark.parametrize("name", ["fan_out", "at_once"])
+def test_samples_of_concurrent_requests_follow_tokens(name: str) -> None:
+    questions = {"fan_out": ("Propose 0", "Propose 1"), "at_once": ("Ask 0", "Ask 1", "Ask 2")}[name]
+
+    def made(*order: str) -> list[tuple[Any, ...]]:
+        arrived, ended = list[str](), list[str]()
+
+        class Slow(Policy):
+            """Answers the first questions in `order`, once it has all of them."""
+
+            async def generate(self, token_ids: Ints, **options: Any) -> tuple[Generation, ...]:
+                text = self.tokenizer.decode(token_ids)
+                first = [each for each in questions if each in text and "Choose" not in text and "And?" not in text]
+                arrived.extend(first)
+                before = [each for each in order if first and order.index(each) < order.index(first[0])]
+                await until(lambda: not first or (len(arrived) == len(order) and ended == before))
+                ended.extend(first)
+                return await super().generate(token_ids, **options)
+
+        samples = play(name, lambda text: "4" if "Choose" in text else f"say{text.count('1')}", policy=Slow)
+        return [(sample.prompt.text, sample.response_text, sample.loss_mask.tolist(), sample.metadata) for sample in samples]
+
+    orders = [made(*order) for order in itertools.permutations(questions)]
+    assert all(each == orders[0] for each in orders) and len(orders[0]) == 3
+    assert ("And?" if name == "at_once" else "Choose") in orders[0][-1][0] + orders[0][-1][1]
 
 
 def test_without_a_reward_of_its_own_the_function_decides() -> None:

@@ -93,7 +93,8 @@ def test_the_events_of_a_chat_are_openais() -> None:
                 "logprobs": None,
                 "finish_reason": None,
             }
-            assert tool_call == {"index": 0, "id": "call_0", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+            assert tool_call.pop("id").startswith("call_")
+            assert tool_call == {"index": 0, "type": "function", "function": {"name": "add", "arguments": "{}"}}
             assert finished["choices"] == [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": "tool_calls"}]
             assert usage["choices"] == [] and usage["usage"]["completion_tokens"] == one.policy.num_made
 
@@ -124,7 +125,8 @@ def test_the_events_of_a_message_are_anthropics() -> None:
             assert read[1]["content_block"] == {"type": "thinking", "thinking": "", "signature": ""}
             assert read[2]["delta"] == {"type": "thinking_delta", "thinking": "so"}
             assert read[5]["content_block"] == {"type": "text", "text": ""} and read[6]["delta"] == {"type": "text_delta", "text": "Well."}
-            assert read[8]["content_block"] == {"type": "tool_use", "id": "call_0", "name": "add", "input": {}}
+            assert read[8]["content_block"].pop("id").startswith("call_")
+            assert read[8]["content_block"] == {"type": "tool_use", "name": "add", "input": {}}
             assert read[9]["delta"] == {"type": "input_json_delta", "partial_json": '{"a": 1}'}
             assert read[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
             assert read[-2]["usage"] == {"output_tokens": one.policy.num_made}

@@ -331,8 +331,29 @@ def test_seeds_of_sessions_do_not_depend_on_their_order() -> None:
     first = seeds([0, 1, 2])
     assert seeds([2, 0, 1]) == first
     assert len({seed for turns in first for seed in turns}) == 6
-    assert all(later == earlier + 1 for earlier, later in first)  # type: ignore[operator]
     assert not {seed for turns in seeds([0, 1, 2], run_seed=1) for seed in turns} & {seed for turns in first for seed in turns}
+
+
+def test_seeds_in_a_session_follow_requests_not_their_order() -> None:
+    prompts = {"a": np.array([1, 2]), "b": np.array([1, 2, 3]), "c": np.array([1, 2])}
+    samplings = {"a": SAMPLING, "b": SAMPLING, "c": replace(SAMPLING, max_tokens=SAMPLING.max_tokens - 1)}
+
+    def seeds(names: str, session: str = "s", run_seed: str = "p") -> list[tuple[str, int | None]]:
+        found: list[int | None] = []
+
+        async def test(pool: EnginePool, engines: list[Engine]) -> None:
+            async with generator_of(pool, run_seed) as generator:
+                for name in names:
+                    await generator.generate(prompts[name], sampling=samplings[name], session=session)
+            found.extend(seed for _, seed in engines[0].asked)
+
+        run(test, num_engines=1)
+        return sorted(zip(names, found, strict=True))
+
+    assert seeds("aabc") == seeds("caba") == seeds("bcaa")
+    (_, first), (_, second), *others = seeds("aabc")
+    assert first is not None and second == first + 1 and not {first, second} & {seed for _, seed in others}
+    assert len({seed for one in (seeds("abc"), seeds("abc", "t"), seeds("abc", "s", "q")) for _, seed in one}) == 9
 
 
 def test_samples_of_one_request_take_consecutive_seeds() -> None:

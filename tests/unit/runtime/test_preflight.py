@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -136,6 +137,10 @@ def test_a_good_run_passes_without_a_note(check: Callable[..., list[str]]) -> No
         ("training.optimizer.adam_bta1=0.8", ["adam_beta1"]),
         ("training.ddp.overlap_grad_reduc=true", ["overlap_grad_reduce"]),
         ("training.routing_replay=true", ["training.routing_replay is true", "has no experts"]),
+        (
+            "eval.sets.a={data: x, sampling: {logit_bias: {'3': 1, '70000': 1}}}",
+            ["eval.sets.a.sampling.logit_bias has 70000", "needs ids below vocab_size", "remove it"],
+        ),
         ("rollout.sglang.enable_return_routed_experts=true", ["training.routing_replay sets it"]),
         ("objective.policy_loss=nowhere:nothing", ["objective.policy_loss nowhere:nothing cannot be imported"]),
         ("objective.policy_loss=preflight_reward:score", ["objective.policy_loss preflight_reward:score has the signature"]),
@@ -389,7 +394,10 @@ def test_a_replay_needs_no_engines(check: Callable[..., list[str]], words: list[
     monkeypatch.setattr(module, "available_memory_bytes", lambda: GIB)
     (note,) = check()
     assert "1 rank and 1 engine take at least" in note
-    assert check(generates=False) == []
+    monkeypatch.setattr(module, "open_record", lambda *_, **__: (SimpleNamespace(close=lambda: None), 0))
+    # Neither data nor code of the rollout is asked.
+    gone = ("data.train=gone.jsonl", "reward.function=gone:score", "rollout.environment=gone:Gone")
+    assert check(*gone, replay=Path("run")) == []
     needs = find_target(load_settings(None, words), config_only=False, generates=False).needs
     assert (needs.num_ranks, needs.num_engines) == (1, 0)
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from whole_run_parts import Client, Engines, Ranks
 
+from megatron_rl.cli import main
 from megatron_rl.config.settings import Settings
 from megatron_rl.data.recorded import Recorded
 from megatron_rl.errors import UserError
@@ -138,6 +139,29 @@ def test_records_that_do_not_fit_are_refused(make_settings: MakeSettings, traine
     with sqlite3.connect(tmp_path / "run" / "buffer.sqlite") as buffer:
         buffer.execute("PRAGMA user_version = 9")
     refused(own, tmp_path / "run", "schema version 9", "this release reads")
+
+
+def test_check_of_a_replay_looks_at_its_record(
+    make_settings: MakeSettings, trained: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session.train(make_settings(*RECORDED), resume=False)
+    Engines.stopped = 0
+    words = ["train", str(tmp_path / "run" / "settings.yaml"), f"run.directory={tmp_path}/again", "data.train=gone.jsonl"]
+    words += ["reward.function=gone:score", "rollout.environment=gone:Gone", "--check", "--replay", str(tmp_path / "run")]
+    assert main(words) == 0
+    shown = capsys.readouterr()
+    assert f"none: recorded batches of {tmp_path / 'run'}" in shown.out and "engine 0" not in shown.out
+    assert "step 1 trains on step 1 of" in shown.err and not (tmp_path / "again").exists()
+    assert main([*words, "rollout.sampling.temperature=0.5"]) == 2
+    assert "rollout.sampling.temperature is 0.5 now and was 1.0" in capsys.readouterr().err
+    # A critic's values end with a sequence.
+    assert main([*words, "objective.advantage={kind: gae}"]) == 0
+    with sqlite3.connect(tmp_path / "run" / "buffer.sqlite") as buffer:
+        buffer.execute("UPDATE samples SET trajectory = 0 WHERE group_id IN (SELECT id FROM groups WHERE consumed_step = 2)")
+    capsys.readouterr()
+    assert main([*words, "objective.advantage={kind: gae}"]) == 2
+    assert "kind gae got trajectories of several sequences" in capsys.readouterr().err
+    assert main(words) == 0 and Engines.stopped == 0
 
 
 def test_a_replay_refuses_older_tokens_than_its_own_staleness(

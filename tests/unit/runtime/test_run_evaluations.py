@@ -1,13 +1,17 @@
 """When a run evaluates, what it waits for, and what becomes of results."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from run_parts import Calls, MakeRun
 
+from megatron_rl.checkpoints.run_checkpoints import Best
 from megatron_rl.engines.engine_pool import EnginePool
 from megatron_rl.errors import EngineError
+from megatron_rl.evaluation.estimates import Estimate
+from megatron_rl.evaluation.evaluator import SetResult
 from megatron_rl.observe.sinks import METRICS_FILE, read_metrics
 from megatron_rl.runtime import watchdog
 from megatron_rl.runtime.loop import train_loop
@@ -72,3 +76,63 @@ def test_a_resumed_run_evaluates_at_the_same_steps(make_run: MakeRun, calls: Cal
         again.begin(step=step)
         assert step == last and calls[:5] == [("publish", step), ("probe",), ("score", 4), ("score", 1), ("parity",)]
         assert (("evaluate", f"step-{step:06}", True) in calls) == evaluates
+
+
+BEST = ("run.num_steps=9", "run.keep_checkpoints=1", "run.save_interval=4", "eval.interval=2")
+
+
+class Values:
+    """Gives the evaluation after a step its accuracy."""
+
+    def __init__(self, values: dict[int, float]) -> None:
+        self.values, self.steps = values, list[int]()
+
+    async def run(self, names: Sequence[str], *, directory: Path, **_: Any) -> list[SetResult]:
+        self.steps.append(step := int(directory.name.removeprefix("step-")))
+        return [SetResult(name, {"accuracy": Estimate(self.values[step], 0.0, 1.0, 4, "prompts")}, {}, "", directory) for name in names]
+
+
+def train(run: Any, values: dict[int, float], *, first_step: int = 0) -> list[int]:
+    run._evaluations._evaluator.run = (given := Values(values)).run
+    train_loop(run, first_step=first_step)
+    run.finish()
+    return given.steps
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_run_that_gets_no_better_ends_and_keeps_its_best(
+    make_run: MakeRun, calls: Calls, tmp_path: Path, capsys: pytest.CaptureFixture[str], beside: bool
+) -> None:
+    words = (*BEST, "eval.sets.a={data: a.jsonl, keep_best: accuracy, stop_after: 2}", "eval.sets.b={data: b.jsonl, interval: 5}")
+    words += ("rollout.max_staleness=1", "objective.proximal=rollout") if beside else ()
+    values = {0: 0.1, 2: 0.5, 4: 0.5, 5: 0.0, 6: 0.4, 7: 0.1}
+    # The evaluation beside training ends when one more step is trained.
+    last = 7 if beside else 6
+    steps = train(make_run(*words), values)
+    assert steps == ([0, 2, 4, 5, 6, 7] if beside else [0, 2, 4, 5, 6, 6])
+    directory = tmp_path / "run"
+    assert sorted(path.name for path in (directory / "checkpoints").iterdir()) == ["step-000002", f"step-{last:06}"]
+    assert (directory / "best-a").resolve() == directory / "checkpoints" / "step-000002"
+    assert not (directory / "best-b").exists()
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"the run ends after {last} steps: the set a got no better in 2 evaluations since step 2" in said
+    assert f"finished after {last} steps" in said and [call for call in calls if call[0] == "train"][-1][2] == last - 1
+    # Continued, it ends at once; with a larger limit it goes on.
+    if not beside:
+        again: Any = make_run(*words, resume=True)
+        assert train(again, values, first_step=again.resume()) == [6, 6]
+        longer: Any = make_run(*words, "eval.sets.a.stop_after=3", resume=True)
+        assert train(longer, {**values, 8: 0.6, 9: 0.2}, first_step=longer.resume()) == [6, 8, 9]
+        assert (directory / "best-a").resolve().name == "step-000008"
+
+
+def test_a_killed_run_has_the_best_of_one_that_was_not(make_run: MakeRun, tmp_path: Path) -> None:
+    words, values = (*BEST, "eval.sets.a={data: a.jsonl, keep_best: accuracy}"), {0: 0.1, 2: 0.3, 4: 0.2, 6: 0.3, 8: 0.25, 9: 0.1}
+    for fails_at in (3, 6, 8):
+        run: Any = make_run(*words, resume=True, fails_at=fails_at, error=EngineError("gone"))
+        with pytest.raises(EngineError):
+            train(run, values, first_step=run.resume())
+    last: Any = make_run(*words, resume=True)
+    train(last, values, first_step=last.resume())
+    assert last._records.best == {"a": Best("accuracy", 2, 0.3, 4)}
+    assert (tmp_path / "run" / "best-a").resolve().name == "step-000002"
