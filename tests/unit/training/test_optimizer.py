@@ -31,6 +31,13 @@ from megatron_rl.training.optimizer import build_scheduler, make_configs, valida
         ({"optimizer": "sgd"}, "only 'adam'"),
         ({"loss_scale": 128.0}, "losses of routers would not be scaled"),
         ({"overlap_param_gather_with_optimizer_step": True}, "schedule of its own"),
+        ({"sgd_momentum": 0.5}, "sgd_momentum is 0.5, which has no effect, because adam does not read it; remove it"),
+        ({"hysteresis": 3}, "hysteresis cannot be set, because there is no float16"),
+        ({"pin_cpu_grads": True}, "only optimizer_cpu_offload reads it"),
+        ({"log_num_zeros_in_grad": True}, "no metric shows it"),
+        ({"overlap_param_gather": True}, "field of training.ddp"),
+        ({"decoupled_min_lr": 0.1}, "decoupled_lr is not set"),
+        ({"exp_avg_dtype": "bfloat16"}, "use_precision_aware_optimizer, which is off"),
     ],
 )
 def test_optimizer_fields_that_cannot_be_are_refused(fields: dict[str, object], message: str) -> None:
