@@ -53,7 +53,6 @@ _OPTIMIZER_REFUSED = {
 }
 _OF_OTHERS = ("sgd_", "muon_", "soap_", "lion_", "dist_muon")
 """How fields of optimizers other than adam begin."""
-_OF_PRECISION_AWARE = ("store_param_remainders", "main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 _DDP_REFUSED = {
     "average_in_collective": "gradients are sums over ranks here, never averages",
     "use_megatron_fsdp": "only megatron-core's DistributedDataParallel is supported",
@@ -72,8 +71,6 @@ def validate_optimizer_fields(fields: Mapping[str, Any], *, section: str = "opti
         if name in checked:
             raise UserError(f"training.{section}.{name} cannot be set, because {reason}; remove it")
     unread = {name: "adam does not read it" for name in checked if name.startswith(_OF_OTHERS)}
-    if not checked.get("use_precision_aware_optimizer"):
-        unread |= {name: "it is of use_precision_aware_optimizer, which is off" for name in _OF_PRECISION_AWARE if name in checked}
     if checked.get("decoupled_lr") is None and "decoupled_min_lr" in checked:
         unread["decoupled_min_lr"] = "decoupled_lr is not set"
     for name, reason in unread.items():
