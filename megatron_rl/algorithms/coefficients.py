@@ -53,7 +53,8 @@ class ControlState:
         """
         first = cls.first(objective)
         term = objective.kl or objective.kl_reward
-        kl_coef = first.kl_coef if term is None or term.control is None else float(plain["kl_coef"])
+        # 0 is of a run without a KL, and a controller multiplies.
+        kl_coef = first.kl_coef if term is None or term.control is None else float(plain["kl_coef"]) or first.kl_coef
         if first.entropy is None or plain["entropy"] is None:
             return cls(kl_coef, first.entropy)
         kind = plain["entropy"].get("kind")

@@ -17,6 +17,11 @@ GREEDY_BASELINE = "greedy_baseline"
 """Component of rewards: the reward of the greedy response to the prompt, with which ReMax compares each sample."""
 
 
+def compared_names(names: Sequence[str]) -> list[str]:
+    """Return the names of components for GDPO, in their order: NAME/PART is counted within NAME already."""
+    return [name for name in names if not any(name[:end] in names for end, char in enumerate(name) if char == "/")]
+
+
 def make_train_batch(groups: Sequence[Group], *, version: int = 0) -> TrainBatch:
     """Return all scored samples as one batch for weights of `version`, in order.
 

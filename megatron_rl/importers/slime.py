@@ -8,8 +8,9 @@ from megatron_rl.errors import UserError
 from megatron_rl.importers.shell import Script
 from megatron_rl.importers.translation import Rule, Translation, check_model, no_place, none, plain, positive, real
 
-KL_ESTIMATORS = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"}
-_DECAYS = {"WSD": "wsd", "inverse-square-root": "inverse_square_root"}
+KL_ESTIMATORS = {"low_var_kl": "low_variance"}
+"""Names of estimators where they are not ours. Unknown ones stay as they are, and are refused."""
+DECAYS = {"WSD": "wsd", "inverse-square-root": "inverse_square_root"}
 
 
 RULES: dict[str, Rule] = {
@@ -56,7 +57,7 @@ RULES: dict[str, Rule] = {
     "min-lr": Rule("training.optimizer.min_lr", real),
     "weight-decay": Rule("training.optimizer.weight_decay", real),
     "clip-grad": Rule("training.optimizer.clip_grad", real),
-    "lr-decay-style": Rule("training.schedule.decay_style", lambda text: _DECAYS.get(text, text)),
+    "lr-decay-style": Rule("training.schedule.decay_style", lambda text: DECAYS.get(text, text)),
     "lr-warmup-iters": Rule("training.schedule.warmup_steps"),
     "lr-decay-iters": Rule("training.schedule.decay_steps"),
     "use-routing-replay": none("the trainer's own routing is not replayed; nearest: training.routing_replay (the engine's)"),
@@ -123,6 +124,12 @@ SHAPES = {
 }
 """Arguments that describe the model, and what config.json says; ... where they are not compared."""
 
+DEFAULTS: dict[str, Any] = {
+    "data.samples_per_prompt": 1,
+    "training.schedule.decay_style": "linear",
+    "training.optimizer.weight_decay": 0.01,
+}
+"""Their values, and Megatron's, where the script has none and ours are others."""
 _ENTRIES = ("train.py", "train_async.py")
 
 
@@ -146,7 +153,7 @@ def translate(script: Path, *, given: Mapping[str, str], model: Path | None) -> 
     check_model(t, model or Path(t.settings.get("model.path", "")), SHAPES, complete="num-layers" in t.words)
     if model is not None:
         t.settings["model.path"] = str(model)
-    t.settings = {"run.directory": f"runs/{script.stem}", "data.samples_per_prompt": 1} | t.settings
+    t.settings = {"run.directory": f"runs/{script.stem}", **DEFAULTS} | t.settings
     t.finish(read)
     for name in [word for word in t.words if word.startswith("sglang-")]:
         if (text := t.take(name)) is not None:
@@ -188,7 +195,14 @@ def _objective(t: Translation) -> None:
     t.settings["objective.aggregation"] = "token_mean" if by_tokens else "sequence_mean_token_mean"
     if t.flag("disable-grpo-std-normalization"):
         t.settings["objective.advantage.scale"] = "none"
-    kind = KL_ESTIMATORS.get(t.take("kl-loss-type", "k1") or "k1", "k1")
+    if estimator == "ppo":
+        whiten, clip = t.flag("normalize-advantages"), float(t.number("value-clip", 0.2))
+        t.settings |= {"objective.advantage.whiten": whiten, "objective.advantage.value_clip": clip}
+        t.settings["objective.advantage.lam"] = float(t.number("lambd", 1.0))
+    if estimator in ("ppo", "reinforce_plus_plus"):
+        t.settings["objective.advantage.gamma"] = float(t.number("gamma", 1.0))
+    kind = t.take("kl-loss-type") or "k1"
+    kind = KL_ESTIMATORS.get(kind, kind)
     coef, uses = t.number("kl-loss-coef", 0.0), t.flag("use-kl-loss")
     if uses and coef:
         t.settings |= {"objective.kl.coef": coef, "objective.kl.estimator": kind}
@@ -197,10 +211,12 @@ def _objective(t: Translation) -> None:
     elif uses:
         # The KL is measured and not trained on.
         t.settings["training.reference_interval"] = 1
-    if coef := t.number("kl-coef", 0.0):
-        t.settings["objective.kl_reward.coef"] = coef
+    if (coef := t.number("kl-coef", 0.0)) and estimator in ("grpo", "gspo", "cispo"):
+        t.left[f"kl-coef {coef}"] = f"{estimator} does not read it there; nearest: objective.kl"
+    elif coef:
+        t.settings |= {"objective.kl_reward.coef": coef, "objective.kl_reward.estimator": kind}
     if coef := t.number("entropy-coef", 0.0):
-        t.settings["objective.entropy.coef"] = coef
+        t.settings |= {"objective.entropy.coef": coef, "objective.entropy.mode": "matched"}
     if t.flag("use-tis"):
         t.settings |= {"objective.off_policy.mode": "truncate", "objective.off_policy.high": float(t.number("tis-clip", 2.0))}
         if low := t.number("tis-clip-low", 0.0):
@@ -233,8 +249,9 @@ def _batches(t: Translation) -> None:
     if (epochs := t.take("num-epoch")) is not None and "num-rollout" not in t.words:
         t.left[f"num-epoch {epochs}"] = "set run.num_steps to rows x epochs / data.prompts_per_step"
     if (fraction := t.take("lr-warmup-fraction")) is not None:
-        rollouts = plain((t.words.get("num-rollout") or ["0"])[0])
-        t.settings["training.schedule.warmup_steps"] = round(float(fraction) * rollouts * max(1, steps))
+        decay = plain((t.words.get("lr-decay-iters") or ["0"])[0])
+        decay = decay or plain((t.words.get("num-rollout") or ["0"])[0]) * max(1, steps)
+        t.settings["training.schedule.warmup_steps"] = round(float(fraction) * decay)
 
 
 def _processes(t: Translation) -> None:

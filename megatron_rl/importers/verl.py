@@ -8,7 +8,7 @@ from typing import Any
 from megatron_rl.config.yaml_text import by_path, format_value
 from megatron_rl.errors import UserError
 from megatron_rl.importers.shell import Script
-from megatron_rl.importers.slime import KL_ESTIMATORS
+from megatron_rl.importers.slime import DECAYS
 from megatron_rl.importers.translation import Rule, Translation, none, plain, real
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -17,7 +17,12 @@ _AGGREGATIONS = {
     "seq-mean-token-mean": "sequence_mean_token_mean",
     "seq-mean-token-sum": "sequence_mean_token_sum",
     "seq-mean-token-sum-norm": "sequence_mean_token_sum_norm",
+    "token-sum": "token_sum",
 }
+_KL_ESTIMATORS = {"kl": "k1", "mse": "k2", **dict.fromkeys(("k3", "low_var_kl"), "low_variance")}
+"""Names of estimators where they are not ours. Unknown ones stay as they are, and are refused."""
+_OWN_MEAN = ("gspo", "sapo", "geo_mean")
+"""Losses whose mean is that of sequences, whatever loss_agg_mode is."""
 _ESTIMATORS = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "rloo", "opo")
 _LOSSES = {"gpg": "gpg", "clip_cov": "clip_cov", "kl_cov": "kl_cov", "geo_mean": "gmpo", "sapo": "sapo", "cispo": "cispo"}
 _REFERENCE = none("the reference has the policy's layout and passes")
@@ -54,9 +59,10 @@ RULES: dict[str, Rule] = {
     f"{_ACTOR}.optim.min_lr": Rule("training.optimizer.min_lr", real),
     f"{_ACTOR}.optim.weight_decay": Rule("training.optimizer.weight_decay", real),
     f"{_ACTOR}.optim.clip_grad": Rule("training.optimizer.clip_grad", real),
-    f"{_ACTOR}.optim.lr_warmup_steps": Rule("training.schedule.warmup_steps", lambda text: max(0, plain(text))),
-    f"{_ACTOR}.optim.lr_decay_steps": Rule("training.schedule.decay_steps"),
-    f"{_ACTOR}.optim.lr_decay_style": Rule("training.schedule.decay_style", str),
+    **dict.fromkeys(
+        (f"{_ACTOR}.optim.{name}" for name in ("lr_decay_style", "lr_scheduler_type", "warmup_style")),
+        Rule("training.schedule.decay_style", lambda text: DECAYS.get(text, text)),
+    ),
     f"{_ACTOR}.megatron.tensor_model_parallel_size": Rule("training.topology.tp"),
     f"{_ACTOR}.megatron.pipeline_model_parallel_size": Rule("training.topology.pp"),
     f"{_ACTOR}.megatron.virtual_pipeline_model_parallel_size": Rule("training.topology.vpp", lambda text: plain(text) or 1),
@@ -66,7 +72,6 @@ RULES: dict[str, Rule] = {
     f"{_ACTOR}.megatron.seed": none("run.seed is of all random choices"),
     f"{_ACTOR}.policy_loss.clip_cov_ratio": none("nearest: objective.policy_loss of kind clip_cov"),
     "critic.optim.lr": Rule("training.critic.optimizer.lr", real),
-    "trainer.critic_warmup": Rule("training.critic.warmup_steps"),
     "trainer.save_freq": Rule("run.save_interval", lambda text: max(0, plain(text))),
     "trainer.test_freq": Rule("eval.interval", lambda text: max(0, plain(text))),
     "trainer.default_local_dir": Rule("run.directory", str),
@@ -77,8 +82,8 @@ RULES: dict[str, Rule] = {
     "trainer.experiment_name": none("a run is named after run.directory"),
     "trainer.log_val_generations": none("every answer is kept in run.directory/evaluation"),
     "trainer.balance_batch": none("always so here"),
-    "algorithm.gamma": none("1 for groups; of gae and reinforce_plus_plus objective.advantage.gamma"),
-    "algorithm.lam": none("of gae: objective.advantage.lam"),
+    "algorithm.gamma": none("1 for groups"),
+    "algorithm.lam": none("of gae alone"),
 }
 """What stands here for each key that needs a word; keys of megatron-core's classes keep their names."""
 
@@ -174,27 +179,51 @@ def _objective(t: Translation) -> None:
     dual = t.number(f"{_ACTOR}.clip_ratio_c", 3.0)
     if mode in _LOSSES:
         t.settings["objective.policy_loss.kind"] = _LOSSES[mode]
+        if mode in ("clip_cov", "geo_mean", "cispo"):
+            # A ratio is never below 0.
+            t.settings |= {"objective.policy_loss.low": None if mode == "cispo" and low > 1 else low, "objective.policy_loss.high": high}
     elif mode in ("vanilla", "gspo"):
         t.settings |= {"objective.policy_loss.low": low, "objective.policy_loss.high": high}
         t.settings |= {"objective.policy_loss.ratio_level": "sequence"} if mode == "gspo" else {"objective.policy_loss.dual_clip": dual}
     else:
         t.left[f"{_ACTOR}.policy_loss.loss_mode={mode}"] = "nearest: objective.policy_loss, or a plug-in"
-    t.settings["objective.aggregation"] = _AGGREGATIONS[t.take(f"{_ACTOR}.loss_agg_mode") or "token-mean"]
-    uses, coef = t.flag(f"{_ACTOR}.use_kl_loss"), t.number(f"{_ACTOR}.kl_loss_coef", 0.001)
-    kind = (t.take(f"{_ACTOR}.kl_loss_type") or "low_var_kl").removesuffix("+")
-    if uses and coef:
-        t.settings |= {"objective.kl.coef": coef, "objective.kl.estimator": KL_ESTIMATORS.get(kind, "k1")}
-    in_reward, coef = t.flag("algorithm.use_kl_in_reward"), t.number("algorithm.kl_ctrl.kl_coef", 0.001)
-    if in_reward and coef and estimator in ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"):
-        t.settings["objective.kl_reward.coef"] = coef
-    elif in_reward and coef:
-        t.left["algorithm.use_kl_in_reward=True"] = f"advantages of {estimator} compare whole rewards; nearest: objective.kl"
+    aggregation = t.take(f"{_ACTOR}.loss_agg_mode") or "token-mean"
+    aggregation = "seq-mean-token-mean" if mode in _OWN_MEAN else aggregation
+    t.settings["objective.aggregation"] = _AGGREGATIONS.get(aggregation, aggregation)
+    _kl(t, estimator or "gae")
     if coef := t.number(f"{_ACTOR}.entropy_coeff", 0.0):
-        t.settings["objective.entropy.coef"] = coef
+        t.settings |= {"objective.entropy.coef": coef, "objective.entropy.mode": "matched"}
     if t.flag("algorithm.filter_groups.enable"):
         t.settings["objective.zero_variance"] = "resample"
     for name in ("metric", "max_num_gen_batches"):
         t.take(f"algorithm.filter_groups.{name}")
+    if estimator == "gae":
+        lam, clip = float(t.number("algorithm.lam", 1.0)), float(t.number("critic.cliprange_value", 0.5))
+        t.settings |= {"objective.advantage.lam": lam, "objective.advantage.value_clip": clip}
+    if estimator in ("gae", "reinforce_plus_plus"):
+        t.settings["objective.advantage.gamma"] = float(t.number("algorithm.gamma", 1.0))
+
+
+def _kl(t: Translation, estimator: str) -> None:
+    """Translate the KL in the loss and in the rewards."""
+    uses, coef = t.flag(f"{_ACTOR}.use_kl_loss"), t.number(f"{_ACTOR}.kl_loss_coef", 0.001)
+    kind = t.take(f"{_ACTOR}.kl_loss_type") or "low_var_kl"
+    if uses and coef:
+        # The value of one estimator with the gradient of k2, and a loss acts by its gradient alone.
+        ours = "k2" if kind.endswith("+") else _KL_ESTIMATORS.get(kind, kind)
+        t.settings |= {"objective.kl.coef": coef, "objective.kl.estimator": ours}
+    in_reward, coef = t.flag("algorithm.use_kl_in_reward"), t.number("algorithm.kl_ctrl.kl_coef", 0.001)
+    kind = t.take("algorithm.kl_penalty") or "kl"
+    adapts = t.take("algorithm.kl_ctrl.type") == "adaptive"
+    control = {
+        "target": float(t.number("algorithm.kl_ctrl.target_kl", 0.1)),
+        "horizon": float(t.number("algorithm.kl_ctrl.horizon", 10000)),
+    }
+    if in_reward and coef and estimator in ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"):
+        t.settings |= {"objective.kl_reward.coef": coef, "objective.kl_reward.estimator": _KL_ESTIMATORS.get(kind, kind)}
+        t.settings |= {"objective.kl_reward.control": control} if adapts else {}
+    elif in_reward and coef:
+        t.left["algorithm.use_kl_in_reward=True"] = f"advantages of {estimator} compare whole rewards; nearest: objective.kl"
 
 
 def _data(t: Translation) -> None:
@@ -213,6 +242,7 @@ def _data(t: Translation) -> None:
     steps = max(1, int(plain(size)) // int(mini)) if not size.startswith("⟨") else 1
     if steps > 1:
         t.settings["training.optimizer_steps_per_batch"] = steps
+    _schedule(t, steps)
     if epochs > 1:
         t.left[f"{_ACTOR}.ppo_epochs={epochs}"] = "each sample is trained on once; nearest: more optimizer steps on a batch"
     passes = t.take("trainer.total_epochs")
@@ -233,6 +263,21 @@ def _data(t: Translation) -> None:
         t.settings[f"eval.sets.{name}"] = {"data": path, "samples": samples, "sampling": sampling}
     if (top_k := t.take(f"{_ROLLOUT}.top_k")) is not None and plain(top_k) > 0:
         t.settings["rollout.sampling.top_k"] = plain(top_k)
+
+
+def _schedule(t: Translation, steps: int) -> None:
+    """Translate numbers of rollouts there into numbers of optimizer steps here, `steps` of a rollout."""
+    total, start = t.words.get("trainer.total_training_steps", ["0"])[0], f"{_ACTOR}.optim.lr"
+    warmup, share = int(t.number(f"{start}_warmup_steps", -1)), t.number(f"{start}_warmup_steps_ratio", 0.0)
+    if share and warmup < 0 and not int(total if total.isdecimal() else 0):
+        t.left[f"{start}_warmup_steps_ratio={share}"] = "set training.schedule.warmup_steps to this share of all optimizer steps"
+    elif (warmup := int(share * int(total)) if warmup < 0 and share else warmup) > 0:
+        t.settings["training.schedule.warmup_steps"] = warmup * steps
+    if (decay := plain(t.take(f"{start}_decay_steps") or "null")) is not None and decay > 0:
+        t.settings["training.schedule.decay_steps"] = int(decay) * steps
+    # The actor learns from rollout number critic_warmup on, counted from 1.
+    if (frozen := int(t.number("trainer.critic_warmup", 0)) - 1) > 0:
+        t.settings["training.critic.warmup_steps"] = frozen * steps
 
 
 def _paths(text: str | None) -> list[str]:

@@ -3,12 +3,13 @@
 import asyncio
 import inspect
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from pydantic import Field
 
 from megatron_rl.config.section import Section
+from megatron_rl.plugins.kinds import BUILT_IN_REWARDS
 from megatron_rl.rewards.worker import ANSWER_KEY, REWARD_KEY, load_score, read_result
 from megatron_rl.types import Sample
 
@@ -63,6 +64,17 @@ def parts_of(function: Callable[..., Any], args: Mapping[str, Any]) -> list[Part
     if function is mixture:
         return list(_named(args["parts"]).values())
     return [Part(function=one) if isinstance(one, str) else one for one in args["functions"].values()] if function is by_row else []
+
+
+def part_weights(function: str | None, args: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield name and weight of each part of a mixture, `by_row`'s too, from the settings' function and arguments."""
+    path = BUILT_IN_REWARDS.get(function or "", function)
+    if path == BUILT_IN_REWARDS["mixture"]:
+        for name, one in args.get("parts", {}).items():
+            yield name, one.get("weight", 1.0) if isinstance(one, Mapping) else one
+    elif path == BUILT_IN_REWARDS["by_row"]:
+        for one in args.get("functions", {}).values():
+            yield from part_weights(one["function"], one.get("args", {})) if isinstance(one, Mapping) else ()
 
 
 def _named(parts: Mapping[str, Part | float]) -> dict[str, Part]:

@@ -66,13 +66,13 @@ def tags(*, sample: Sample, names: tuple[str, ...] = ("think", "answer")) -> flo
 
 
 def overlong(*, sample: Sample, max_tokens: int, buffer_tokens: int) -> float:
-    """Return the penalty of a response of n trained tokens, from 0.0 at max_tokens - buffer_tokens to -1.0 at max_tokens.
+    """Return the penalty of n tokens of the policy, trained or not, from 0.0 at max_tokens - buffer_tokens to -1.0 at max_tokens.
 
     -(n - (max_tokens - buffer_tokens)) / buffer_tokens between both (DAPO, https://arxiv.org/abs/2503.14476, eq. 13).
     """
     if not 0 < buffer_tokens <= max_tokens:
         raise ValueError(f"overlong has buffer_tokens {buffer_tokens} and max_tokens {max_tokens}, needs 1 to max_tokens")
-    excess = int(sample.loss_mask.sum()) - (max_tokens - buffer_tokens)
+    excess = int((sample.loss_mask | (sample.weight_versions >= 0)).sum()) - (max_tokens - buffer_tokens)
     return 0.0 - min(max(excess / buffer_tokens, 0.0), 1.0)
 
 

@@ -11,7 +11,7 @@ from megatron_rl.algorithms.advantage import Advantage, Gdpo, Samples
 from megatron_rl.algorithms.objective import Objective
 from megatron_rl.algorithms.plug_in import PlugInAdvantage
 from megatron_rl.config.settings import FilterSettings
-from megatron_rl.data.batch import GREEDY_BASELINE
+from megatron_rl.data.batch import GREEDY_BASELINE, compared_names
 from megatron_rl.errors import UserError
 from megatron_rl.plugins.kinds import KINDS
 from megatron_rl.plugins.loader import load
@@ -109,7 +109,7 @@ def has_signal(group: Group, advantage: Advantage) -> bool:
     rewards = np.array([reward.value for _, reward in scored], np.float64)
     baselines = None
     if isinstance(advantage, Gdpo):
-        names = sorted({name for _, reward in scored for name in reward.components})
+        names = compared_names(sorted({name for _, reward in scored for name in reward.components}))
         rewards = np.array([[reward.components.get(name, np.nan) for name in names] for _, reward in scored])
         weights = advantage.reward_weights
         if not names or not np.isfinite(rewards).all() or (weights is not None and len(weights) != len(names)):
@@ -130,7 +130,8 @@ class IdenticalGroups:
     """Evidence over the groups of a run that samples of one prompt are copies of each other.
 
     Let y be the first of n trajectories of a group, and p(y) its probability by the rollout
-    log-probs. Drawn independently, the others all equal y with probability q = p(y)^(n - 1). With
+    log-probs. Drawn independently, the others all equal y with probability q = p(y)^(n - 1), where
+    p(y) is of the tokens that a sample does not share with another one by construction. With
     X = 1 for such a group and X = 0 for others, the factor (1 + X / q) / 2 has the expectation 1
     given y. So the product of the factors since any given group is a martingale. By Ville's
     inequality the product ever reaches 1 / a with probability a at most. The evidence is the
@@ -146,14 +147,19 @@ class IdenticalGroups:
         self._num_identical = self._num_groups = 0
 
     def add(self, group: Group) -> None:
-        """Take the evidence of a group drawn at a temperature above 0; one trajectory gives none."""
-        all_parts = trajectories(group.samples)
-        if len(all_parts) < 2:
-            return
+        """Take the evidence of each role of a group drawn at a temperature above 0; one trajectory gives none."""
+        of_role: dict[str | None, list[Sequence[Sample]]] = {}
+        for parts in trajectories(group.samples):
+            of_role.setdefault(parts[-1].role, []).append(parts)
+        for drawn in of_role.values():
+            if len(drawn) > 1:
+                self._add(drawn)
+
+    def _add(self, all_parts: Sequence[Sequence[Sample]]) -> None:
         gain = -math.log(2)
         if len({tuple(sample.response_ids.tobytes() for sample in parts) for parts in all_parts}) == 1:
             self._num_identical += 1
-            gain += float(np.logaddexp(0.0, (len(all_parts) - 1) * _surprise(all_parts[0])))
+            gain += float(np.logaddexp(0.0, sum(map(_surprise, all_parts[1:]))))
         self._num_groups += 1
         self._evidence += gain
         if self._evidence <= 0:
@@ -171,5 +177,6 @@ class IdenticalGroups:
 
 
 def _surprise(trajectory: Sequence[Sample]) -> float:
-    """Return -log p of a trajectory's engine-made tokens, in nats."""
-    return max(0.0, -sum(float(part.rollout_log_probs[part.weight_versions >= 0].sum(dtype=np.float64)) for part in trajectory))
+    """Return -log p of a trajectory's own engine-made tokens, in nats: not of a masked prefix that other samples share."""
+    drawn = (part.rollout_log_probs[(part.weight_versions >= 0) & part.loss_mask] for part in trajectory)
+    return max(0.0, -sum(float(log_probs.sum(dtype=np.float64)) for log_probs in drawn))

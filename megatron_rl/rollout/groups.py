@@ -276,10 +276,14 @@ class GroupMaker:
 
 
 def _total(own: Reward | None, scored: Reward) -> Reward:
-    """Return the sum of a rollout's `own` reward and the reward function's, each a component."""
+    """Return the sum of a rollout's `own` reward and the reward function's, each a component, or by its own ones."""
     if own is None or own.value is None or scored.value is None:
         return scored
-    parts = {**own.components, **scored.components, "function": scored.value}
+    of_function = scored.components or {"function": scored.value}
+    if both := own.components.keys() & of_function.keys():
+        message = f"the rollout and reward.function both give a component {min(both)!r}, of which one would be lost; rename one of them"
+        return Reward(RewardOutcome.ERROR, message=message)
+    parts = {**own.components, **of_function}
     return Reward(scored.outcome, own.value + scored.value, components=parts, answer=scored.answer)
 
 

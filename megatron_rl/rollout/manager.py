@@ -379,7 +379,7 @@ class RolloutManager:
         # Groups are begun late enough for tokens of engines, so the rollout kept one from an earlier call.
         cure = f"{self._maker.name} has to ask the engine anew for each prompt, keep no Generation and take weight_versions as they are"
         check_versions(groups, step=step, oldest_version=0 if order.partial else oldest, cure=cure)
-        for group in groups:
+        for group in groups if self._settings.rollout.sampling.entropy is None else ():  # whose draws have other log-probs
             self._identical.add(group)
         self._identical.check(step=step, rollout=self._maker.name)
         return chosen, renewed + again

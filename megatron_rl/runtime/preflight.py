@@ -17,6 +17,7 @@ from typing import TypeAlias
 
 import torch
 
+from megatron_rl.algorithms.advantage import Gdpo
 from megatron_rl.algorithms.objective import Objective
 from megatron_rl.algorithms.plug_in import PlugInAdvantage, PlugInLoss
 from megatron_rl.checkpoints.manifest import changed_texts
@@ -52,6 +53,7 @@ from megatron_rl.observe.memory import available_memory_bytes
 from megatron_rl.observe.sinks import check_installed
 from megatron_rl.plugins.loader import load
 from megatron_rl.rewards.gold import check_gold
+from megatron_rl.rewards.mixture import part_weights
 from megatron_rl.rewards.runner import RewardRunner
 from megatron_rl.rollout.opened_rollout import load_rollout
 from megatron_rl.rollout.renderers import choose_renderer
@@ -157,7 +159,7 @@ def _config_checks(settings: Settings, target: Target, *, generates: bool) -> Ch
     training, rollout = settings.training, settings.rollout
     checks: Checks = [
         partial(_check_model, settings.model, training, target),
-        partial(_check_objective, settings.objective),
+        partial(_check_objective, settings.objective, settings.reward),
         partial(_check_optimizer, training, model_dtype(settings.model, target.device), has_critic=settings.objective.has_critic),
         partial(_check_placement, target, training.topology, num_nodes=settings.runtime.cluster.num_nodes),
     ]
@@ -210,12 +212,20 @@ def _check_weights(path: Path) -> list[str]:
     return [f"{path / name} is not the file of its {MANIFEST}: it is used as it is" for name in changed_texts(path)]
 
 
-def _check_objective(objective: Objective) -> None:
+def _check_objective(objective: Objective, reward: RewardSettings) -> None:
     loss, advantage = objective.policy_loss, objective.advantage
     if isinstance(loss, PlugInLoss):
         require(loss.path, "policy_loss", loss.args)
     if isinstance(advantage, PlugInAdvantage):
         require(advantage.path, "advantage", advantage.args)
+    if isinstance(advantage, Gdpo) and advantage.reward_weights is None:
+        weights = dict(sorted(part_weights(reward.function, reward.args), key=lambda part: (part[0], part[1] != 1)))
+        if any(weight != 1 for weight in weights.values()):
+            raise UserError(
+                f"reward.args.parts has the weights {list(weights.values())} of {', '.join(weights)}, which objective.advantage.kind gdpo "
+                "does not read: it normalises each component before it weighs them by objective.advantage.reward_weights; set that to "
+                f"{list(weights.values())}, a number for each component in the order of the names"
+            )
 
 
 def _check_optimizer(training: TrainingSettings, dtype: torch.dtype, *, has_critic: bool) -> list[str]:

@@ -15,7 +15,7 @@ from megatron_rl.algorithms.kl import kl_estimate
 from megatron_rl.algorithms.objective import Objective
 from megatron_rl.algorithms.off_policy import current_share
 from megatron_rl.algorithms.returns import last_trainable
-from megatron_rl.data.batch import GREEDY_BASELINE
+from megatron_rl.data.batch import GREEDY_BASELINE, compared_names
 from megatron_rl.data.packing import Trajectories
 from megatron_rl.errors import UserError
 from megatron_rl.training.collectives import sum_over_data_parallel
@@ -191,7 +191,9 @@ def _greedy_baselines(shard: Shard) -> Doubles:
 
 def _components(advantage: Gdpo, shard: Shard) -> Doubles:
     """Return the reward components [B_all, K]. Raises UserError for missing ones, and for weights of other components."""
-    names, components = shard.batch.component_names, shard.all_reward_components
+    every = shard.batch.component_names
+    names = compared_names(every)
+    components = shard.all_reward_components[:, [every.index(name) for name in names]]
     weights = advantage.reward_weights
     if not names:
         raise UserError(

@@ -34,8 +34,25 @@ _OPTIMIZER_REFUSED = {
     "timers": "it is not a value that a file can hold",
     "optimizer_cpu_offload": "the optimizer's state has to stay on the ranks' device, where it is saved from and put away",
     "reuse_grad_buf_for_mxfp8_param_ag": "parameters here are never fp8",
+    **dict.fromkeys(
+        ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"), "there is no float16 here, whose losses are scaled"
+    ),
+    **dict.fromkeys(
+        (
+            "optimizer_offload_fraction",
+            "use_torch_optimizer_for_cpu_offload",
+            "overlap_cpu_optimizer_d2h_h2d",
+            "pin_cpu_grads",
+            "pin_cpu_params",
+        ),
+        "only optimizer_cpu_offload reads it, which cannot be set",
+    ),
+    "log_num_zeros_in_grad": "no metric shows it",
+    "overlap_param_gather": "it is a field of training.ddp here",
     "overlap_param_gather_with_optimizer_step": "it needs a schedule of its own, which is not built; use training.ddp.overlap_param_gather",
 }
+_OF_OTHERS = ("sgd_", "muon_", "soap_", "lion_", "dist_muon")
+"""How fields of optimizers other than adam begin."""
 _DDP_REFUSED = {
     "average_in_collective": "gradients are sums over ranks here, never averages",
     "use_megatron_fsdp": "only megatron-core's DistributedDataParallel is supported",
@@ -53,6 +70,11 @@ def validate_optimizer_fields(fields: Mapping[str, Any], *, section: str = "opti
     for name, reason in _OPTIMIZER_REFUSED.items():
         if name in checked:
             raise UserError(f"training.{section}.{name} cannot be set, because {reason}; remove it")
+    unread = {name: "adam does not read it" for name in checked if name.startswith(_OF_OTHERS)}
+    if checked.get("decoupled_lr") is None and "decoupled_min_lr" in checked:
+        unread["decoupled_min_lr"] = "decoupled_lr is not set"
+    for name, reason in unread.items():
+        raise UserError(f"training.{section}.{name} is {checked[name]}, which has no effect, because {reason}; remove it")
     merged = {**OPTIMIZER_DEFAULTS, **checked}
     if merged["optimizer"] != "adam":
         raise UserError(f"training.{section}.optimizer is {merged['optimizer']!r}, only 'adam' can be saved and resumed; remove it")

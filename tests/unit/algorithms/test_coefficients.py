@@ -43,6 +43,8 @@ def test_state_continues_and_settings_rule_the_fixed_parts() -> None:
 def test_a_new_controller_starts_anew_another_rule_is_refused() -> None:
     objective = Objective.of(entropy={"coef": 0.25, "control": {"kind": "skywork"}})
     assert ControlState.restored(objective, plain(ControlState.first(Objective()))) == ControlState.first(objective)
+    with_kl = Objective.of(kl={"coef": 0.1, "control": {}})
+    assert ControlState.restored(with_kl, plain(ControlState.first(Objective()))) == ControlState.first(with_kl), "0 would stay 0"
     moved = Objective.of(entropy={"control": {"kind": "clip_high"}})
     with pytest.raises(UserError, match=r"objective\.entropy\.control\.kind is clip_high, was skywork when the checkpoint was written"):
         ControlState.restored(moved, plain(ControlState.first(objective)))

@@ -134,7 +134,7 @@ def test_a_script_of_slime(script: Callable[..., Path], model: Path) -> None:
         "eval.interval": 20, "eval.sets.aime": {"data": "aime.jsonl", "samples": 16, "sampling": sampling},
         "eval.sets.math": {"data": "math.jsonl", "samples": 16, "sampling": sampling},
         "objective.aggregation": "sequence_mean_token_mean", "objective.policy_loss.low": 0.2, "objective.policy_loss.high": 0.28,
-        "objective.kl.coef": 0.01, "objective.kl.estimator": "k3",
+        "objective.kl.coef": 0.01, "objective.kl.estimator": "low_variance", "training.schedule.decay_style": "linear",
         "training.optimizer.lr": 1e-6, "training.optimizer.weight_decay": 0.1, "training.optimizer_steps_per_batch": 2,
         "training.schedule.warmup_steps": 60, "training.topology.tp": 2, "training.topology.sequence_parallel": True,
         "training.topology.num_ranks": 8, "training.max_tokens_per_micro_batch": 9216,
@@ -208,15 +208,54 @@ OBJECTIVES: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "slime gspo": (slime, "--advantage-estimator gspo --eps-clip 3e-4", {"objective.preset": "gspo", "objective.policy_loss.low": 3e-4}),
     "slime dapo": (slime, "--dynamic-sampling-filter-path a.b.check_reward_nonzero_std", {"objective.zero_variance": "resample"}),
     "slime sft": (slime, "--loss-type sft_loss --use-kl-loss", {"objective.policy_loss": "sft"}),
-    "slime dual": (slime, "--eps-clip-c 4.0 --entropy-coef 0.01", {"objective.policy_loss.dual_clip": 4.0, "objective.entropy.coef": 0.01}),
+    "slime dual": (
+        slime,
+        "--eps-clip-c 4.0 --entropy-coef 0.01",
+        {"objective.policy_loss.dual_clip": 4.0, "objective.entropy.mode": "matched"},
+    ),
     "slime whitened": (
         slime,
         "--advantage-estimator reinforce_plus_plus_baseline",
         {"objective.advantage.kind": "reinforce_plus_plus_baseline"},
     ),
     "verl ppo": (verl, "", {"objective.advantage.kind": "gae"}),
-    "verl kl": (verl, f"{verl._ACTOR}.use_kl_loss=True", {"objective.kl.coef": 0.001, "objective.kl.estimator": "k3"}),
-    "verl rewards": (verl, "algorithm.use_kl_in_reward=True", {"objective.kl_reward.coef": 0.001}),
+    "verl kl": (verl, f"{verl._ACTOR}.use_kl_loss=True", {"objective.kl.coef": 0.001, "objective.kl.estimator": "low_variance"}),
+    "verl kl +": (verl, f"{verl._ACTOR}.use_kl_loss=True {verl._ACTOR}.kl_loss_type=k1+", {"objective.kl.estimator": "k2"}),
+    "verl mse": (verl, f"{verl._ACTOR}.use_kl_loss=True {verl._ACTOR}.kl_loss_type=mse", {"objective.kl.estimator": "k2"}),
+    "verl rewards": (
+        verl,
+        "algorithm.use_kl_in_reward=True algorithm.kl_penalty=low_var_kl algorithm.kl_ctrl.type=adaptive algorithm.kl_ctrl.target_kl=0.2",
+        {
+            "objective.kl_reward.coef": 0.001,
+            "objective.kl_reward.estimator": "low_variance",
+            "objective.kl_reward.control": {"target": 0.2, "horizon": 10000.0},
+        },
+    ),
+    "verl values": (
+        verl,
+        "algorithm.lam=0.95 algorithm.gamma=0.99",
+        {"objective.advantage.lam": 0.95, "objective.advantage.gamma": 0.99, "objective.advantage.value_clip": 0.5},
+    ),
+    "verl cispo": (
+        verl,
+        f"algorithm.adv_estimator=grpo {verl._ACTOR}.policy_loss.loss_mode=cispo {verl._ACTOR}.clip_ratio_low=10",
+        {"objective.policy_loss.low": None, "objective.policy_loss.high": 0.2},
+    ),
+    "verl gspo": (
+        verl,
+        f"algorithm.adv_estimator=grpo {verl._ACTOR}.policy_loss.loss_mode=gspo",
+        {"objective.aggregation": "sequence_mean_token_mean"},
+    ),
+    "slime ppo": (
+        slime,
+        "--advantage-estimator ppo --kl-coef 0.1 --kl-loss-type k2 --gamma 0.9",
+        {
+            "objective.advantage.lam": 1.0,
+            "objective.advantage.gamma": 0.9,
+            "objective.advantage.whiten": False,
+            "objective.kl_reward.estimator": "k2",
+        },
+    ),
     "verl sums": (
         verl,
         f"algorithm.adv_estimator=rloo {verl._ACTOR}.loss_agg_mode=seq-mean-token-sum",
@@ -230,7 +269,7 @@ OBJECTIVES: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "verl gmpo": (
         verl,
         f"algorithm.adv_estimator=grpo {verl._ACTOR}.policy_loss.loss_mode=geo_mean",
-        {"objective.policy_loss.kind": "gmpo"},
+        {"objective.policy_loss.kind": "gmpo", "objective.policy_loss.high": 0.2, "objective.aggregation": "sequence_mean_token_mean"},
     ),
 }
 
@@ -245,6 +284,32 @@ def test_objectives_mean_the_same(script: Callable[..., Path], name: str) -> Non
     assert {path: t.settings.get(path) for path in expected} == expected
     objective = validate_settings(_nested({**MINIMAL, **t.settings}), origin="test").objective
     assert isinstance(objective, Objective)
+
+
+def test_schedules_of_verl_count_rollouts(script: Callable[..., Path]) -> None:
+    """Four optimizer steps a rollout; the actor learns from rollout number critic_warmup on."""
+    optim = f"{verl._ACTOR}.optim"
+    text = (
+        f"python -m verl.trainer.main_ppo data.train_files=t data.train_batch_size=64 {verl._ACTOR}.ppo_mini_batch_size=16 "
+        f"trainer.total_training_steps=100 trainer.critic_warmup=6 {optim}.lr_decay_steps=80 {optim}.lr_decay_style=inverse-square-root "
+    )
+    for given, warmup in (("lr_warmup_steps=10", 40), ("lr_warmup_steps_ratio=0.05", 20), ("lr_warmup_steps=-1", None)):
+        found = translated(verl, script(f"{text} {optim}.{given}")).settings
+        assert (found.get("training.schedule.warmup_steps"), found["training.schedule.decay_steps"]) == (warmup, 320)
+        assert (found["run.num_steps"], found["training.critic.warmup_steps"]) == (100, 20)
+        assert found["training.schedule.decay_style"] == "inverse_square_root"
+    unknown = translated(verl, script("python -m verl.trainer.main_ppo data.train_files=t " + f"{optim}.lr_warmup_steps_ratio=0.1"))
+    assert "set training.schedule.warmup_steps to this share" in unknown.text("")
+
+
+@pytest.mark.parametrize("module", [slime, verl])
+def test_an_estimator_of_no_such_name_is_refused(script: Callable[..., Path], module: Any) -> None:
+    words = "--use-kl-loss --kl-loss-coef 0.1 --kl-loss-type abs"
+    if module is verl:
+        words = f"data.train_files=t {verl._ACTOR}.use_kl_loss=True {verl._ACTOR}.kl_loss_type=abs"
+    start = "python train.py --prompt-data t " if module is slime else "python -m verl.trainer.main_ppo "
+    with pytest.raises(UserError, match=r"objective\.kl\.estimator .*abs"):
+        validate_settings(_nested({**MINIMAL, **translated(module, script(start + words)).settings}), origin="test")
 
 
 def test_what_a_script_leaves_open_has_its_projects_default(script: Callable[..., Path]) -> None:

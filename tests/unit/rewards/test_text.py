@@ -91,5 +91,7 @@ def test_the_overlong_penalty_follows_dapo() -> None:
         assert overlong(sample=sample, max_tokens=20, buffer_tokens=5) == expected
     context = replace(sample, loss_mask=np.arange(length) < 17)
     assert overlong(sample=context, max_tokens=20, buffer_tokens=5) == pytest.approx(-0.4)
+    # A prefix that another sample is trained on is as long.
+    assert overlong(sample=replace(context, weight_versions=np.zeros(length, np.int64)), max_tokens=20, buffer_tokens=5) == -1.0
     with pytest.raises(ValueError, match=re.escape("buffer_tokens 0 and max_tokens 20")):
         overlong(sample=sample, max_tokens=20, buffer_tokens=0)

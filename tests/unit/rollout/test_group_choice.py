@@ -57,6 +57,7 @@ FAILED = Reward(RewardOutcome.ERROR, message="boom")
         ({"kind": "gdpo"}, [scored(1), scored(1)], True),
         ({"kind": "gdpo"}, [scored(1, a=1), scored(1, b=1)], True),
         ({"kind": "gdpo", "reward_weights": [1.0, 0.0]}, [scored(1, a=1), scored(1, a=1)], True),
+        ({"kind": "gdpo"}, [scored(1, **{"a": 1, "a/x": 0}), scored(1, **{"a": 1, "a/x": 1})], False),
     ],
 )
 def test_what_a_group_teaches_depends_on_the_estimator(advantage: dict[str, Any], rewards: list[Reward], expected: bool) -> None:

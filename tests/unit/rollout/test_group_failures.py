@@ -20,7 +20,7 @@ from megatron_rl.errors import EngineError, TrajectoryError
 from megatron_rl.plugins.kinds import Rollout
 from megatron_rl.rollout import groups
 from megatron_rl.rollout.generator import PoolGenerator
-from megatron_rl.rollout.groups import GroupMaker, single_turn
+from megatron_rl.rollout.groups import GroupMaker, _total, single_turn
 from megatron_rl.rollout.rollout_trial import NumberTokenizer
 from megatron_rl.types import Failure, Group, Prompt, Reward, RewardOutcome, Sample
 
@@ -270,7 +270,14 @@ def test_trajectories_with_an_environment_fail_alone() -> None:
     # The first attempts have seeds of their own, too.
     assert len({sampling.seed for sampling in client.samplings}) == len(client.samplings) == 3
     for sample in group.samples:
-        assert sample.reward == Reward(RewardOutcome.SCORED, 2.5, components={"own": 0.5, "other": 2.0, "function": 2.0})
+        assert sample.reward == Reward(RewardOutcome.SCORED, 2.5, components={"own": 0.5, "other": 2.0})
+
+
+def test_rewards_of_rollout_and_function_are_apart() -> None:
+    own, plain = Reward(RewardOutcome.SCORED, 0.5, components={"own": 0.5}), Reward(RewardOutcome.SCORED, 2.0)
+    assert _total(own, plain).components == {"own": 0.5, "function": 2.0}
+    lost = _total(own, replace(plain, components={"own": 2.0}))
+    assert (lost.outcome, lost.value) == (RewardOutcome.ERROR, None) and "'own'" in lost.message and "rename" in lost.message
 
 
 def test_a_failed_reward_function_is_no_sum() -> None:

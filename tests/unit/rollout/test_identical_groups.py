@@ -97,3 +97,20 @@ def test_evidence_is_that_of_whole_trajectories() -> None:
     different = tuple(replace(sample, response_ids=[3, 5]) if sample.index == 7 else sample for sample in copies)
     alone.add(replace(make_group([], []), samples=different))
     assert alone._evidence == 0.0
+
+
+def test_a_prefix_shared_by_construction_is_no_evidence() -> None:
+    """Branches keep the 40 tokens of their trunk, of 1 nat each, and draw one of 0.1 nats themselves."""
+    trunk, *branches = make_group([np.arange(41)] * 4, [-1.0] * 40 + [-0.1]).samples
+    branches = [replace(branch, loss_mask=np.arange(41) >= 40) for branch in branches]
+    identical = IdenticalGroups()
+    identical.add(Group(id="p", prompt=trunk.prompt, samples=(trunk, *branches)))
+    assert identical._evidence == pytest.approx(np.logaddexp(0.0, 3 * 0.1) - math.log(2), rel=1e-5)
+
+
+def test_roles_are_compared_each_with_itself() -> None:
+    samples = [make_group([ids] * 4, [-0.7, -0.2]).samples for ids in (np.array([3, 4]), np.array([5, 6]))]
+    both = [replace(sample, role=role) for role, of_role in zip("ab", samples, strict=True) for sample in of_role]
+    identical = IdenticalGroups()
+    identical.add(Group(id="p", prompt=both[0].prompt, samples=tuple(replace(one, index=index) for index, one in enumerate(both))))
+    assert identical._evidence == pytest.approx(2 * (np.logaddexp(0.0, 3 * 0.9) - math.log(2)), rel=1e-5)

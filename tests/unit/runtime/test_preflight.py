@@ -115,6 +115,22 @@ def check(words: list[str], open_workers: object, monkeypatch: pytest.MonkeyPatc
     return run
 
 
+@pytest.mark.parametrize(
+    "reward",
+    [
+        "{function: mixture, args: {parts: {tags: -1, right: {function: exact, weight: 0.1}}}}",
+        "{function: by_row, args: {key: k, functions: {x: {function: mixture, args: {parts: {tags: -1, exact: 1}}}, y: math}}}",
+    ],
+)
+def test_gdpo_refuses_weights_that_it_does_not_read(check: Callable[..., list[str]], reward: str) -> None:
+    words = (f"reward={reward}", "objective.advantage={kind: gdpo}")
+    with pytest.raises(UserError) as caught:
+        check(*words)
+    assert all(part in str(caught.value) for part in ("reward.args.parts", "-1", "gdpo", "reward_weights; set that to ["))
+    if "by_row" not in reward:
+        assert check(*words, "objective.advantage.reward_weights=[1, 2]") == check()
+
+
 def test_a_good_run_passes_without_a_note(check: Callable[..., list[str]]) -> None:
     assert check() == []
     # The longest sequence, 16 + 496 tokens, is all that the model can attend to.

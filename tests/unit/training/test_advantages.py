@@ -150,6 +150,13 @@ def test_components_are_normalised_in_groups_across_ranks() -> None:
     np.testing.assert_allclose(advantages, np.where(MASK, np.repeat(expected, LENGTHS), 0.0), atol=1e-7)
 
 
+def test_a_part_of_a_component_is_not_counted_again() -> None:
+    components = np.array([[0.0, 9.0, 5.0], [2.0, 4.0, 3.0], [1.0, 4.0, 7.0], [1.0, 2.0, 9.0]])
+    shards = make_two_groups(component_names=("right", "right/x", "format"), reward_components=components)
+    plain = make_two_groups(component_names=("right", "format"), reward_components=components[:, [0, 2]])
+    np.testing.assert_array_equal(whole(shards, gdpo(1.0, 0.1))[0], whole(plain, gdpo(1.0, 0.1))[0])
+
+
 @pytest.mark.parametrize(
     ("names", "components", "weights", "message"),
     [

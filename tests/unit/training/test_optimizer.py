@@ -31,6 +31,12 @@ from megatron_rl.training.optimizer import build_scheduler, make_configs, valida
         ({"optimizer": "sgd"}, "only 'adam'"),
         ({"loss_scale": 128.0}, "losses of routers would not be scaled"),
         ({"overlap_param_gather_with_optimizer_step": True}, "schedule of its own"),
+        ({"sgd_momentum": 0.5}, "sgd_momentum is 0.5, which has no effect, because adam does not read it; remove it"),
+        ({"hysteresis": 3}, "hysteresis cannot be set, because there is no float16"),
+        ({"pin_cpu_grads": True}, "only optimizer_cpu_offload reads it"),
+        ({"log_num_zeros_in_grad": True}, "no metric shows it"),
+        ({"overlap_param_gather": True}, "field of training.ddp"),
+        ({"decoupled_min_lr": 0.1}, "decoupled_lr is not set"),
     ],
 )
 def test_optimizer_fields_that_cannot_be_are_refused(fields: dict[str, object], message: str) -> None:
@@ -72,8 +78,9 @@ def test_overlap_without_what_it_overlaps_is_refused() -> None:
 
 
 def test_what_megatron_cannot_build_here_is_refused() -> None:
-    with pytest.raises(UserError, match="megatron-core refuses the combination"):
-        make_configs({"use_distributed_optimizer": True, "use_precision_aware_optimizer": True}, {}, dtype=torch.float32)
+    for fields in ({"use_distributed_optimizer": True, "use_precision_aware_optimizer": True}, {"exp_avg_dtype": "bfloat16"}):
+        with pytest.raises(UserError, match="megatron-core refuses the combination"):
+            make_configs(fields, {}, dtype=torch.float32)
 
 
 def test_contradicting_sections_are_refused() -> None:
