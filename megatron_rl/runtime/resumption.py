@@ -13,7 +13,6 @@ from typing import Any
 from megatron_rl.checkpoints import manifest
 from megatron_rl.checkpoints.run_checkpoints import (
     POLICY_LINK,
-    SETTINGS_FILE,
     checkpoint_paths,
     incomplete_checkpoints,
     naming_the_way_around,
@@ -29,6 +28,7 @@ from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.read_spec import read_model_spec
 from megatron_rl.models.weight_table import parameter_shape, rules
 from megatron_rl.observe.sinks import METRICS_FILE, read_metrics
+from megatron_rl.observe.summary import SETTINGS_FILE
 
 _OF_FILES = {"names", "num_mtp_layers"}
 """Fields of a ModelSpec that an exported policy need not share with the model that it was made from."""

@@ -46,6 +46,7 @@ class Run(ABC):
     ) -> None:
         """`devices` are those shared by ranks and engines, None for devices of their own."""
         self._groups_per_step, self._ranks, self._devices, self._records = groups_per_step, ranks, devices, records
+        records.spans.append(ranks.spans)
         self.num_steps, self._directory = run.num_steps, run.directory
         """Steps of the whole run with a batch each, and the directory of its output."""
         self._checkpoints = CheckpointWriter(run, ranks=ranks)
@@ -250,6 +251,7 @@ class RolloutRun(Run):
         self._agreement = Agreement(settings, dtype=dtype, log_probs=ranks.log_probs, take=self._take_devices, **parts)
         self._version: int | None = None  # of the trainer's weights, where engines serve them, too
         records.follow("rollout", lambda: manager.busy_s)
+        records.spans.append(manager.pool.spans)
 
     def _wait(self, work: Coroutine[Any, Any, Result], *, name: str, timeout_s: float = ENGINE_CONTROL_S) -> Result:
         return self._watchdog.wait(work, name=name, owner="the engines", timeout_s=timeout_s, meanwhile=self._update_newcomers)

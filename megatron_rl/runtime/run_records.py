@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from subprocess import Popen
 
-from megatron_rl.checkpoints.run_checkpoints import POLICY_LINK, SETTINGS_FILE, checkpoint_paths
+from megatron_rl.checkpoints.run_checkpoints import POLICY_LINK, checkpoint_paths
 from megatron_rl.config.derived import OneReward
 from megatron_rl.config.settings import RunSettings
 from megatron_rl.errors import UserError, counted
@@ -17,7 +17,8 @@ from megatron_rl.observe.console import PhaseProgress, RunConsole
 from megatron_rl.observe.memory import PeakMemory
 from megatron_rl.observe.metrics import Max, Mean, Metric, merge_metrics, metric_values
 from megatron_rl.observe.sinks import METRICS_FILE, Sinks, read_metrics
-from megatron_rl.observe.summary import FINISHED, REPORT_FILE, Summary, write_summary
+from megatron_rl.observe.spans import Spans, write_spans
+from megatron_rl.observe.summary import FINISHED, REPORT_FILE, SETTINGS_FILE, Summary, write_summary
 from megatron_rl.observe.timing import PhaseTimer
 from megatron_rl.runtime.supervisor import begin_command, run_command
 
@@ -46,6 +47,8 @@ class RunRecords:
         self._run, self._console, self._sinks, self._memory, self._timer = run, console, sinks, memory, timer
         self._resume_words = ["--resume"] if replay is None else ["--resume", "--replay", str(replay)]
         self._metrics: list[dict[str, Metric]] = []
+        self.spans: list[Spans] = [timer.spans]
+        """Sources of the spans that each `log` writes."""
         self._clocks: dict[str, tuple[Callable[[], float], float]] = {}
         self.logged_steps = 0
         self.first_evaluation: dict[str, float] = {}
@@ -105,6 +108,7 @@ class RunRecords:
         values = self.so_far()
         self._metrics, self.logged_steps = [], step
         self._sinks.log(step, values)
+        write_spans(self._run.directory, (span for source in self.spans for span in source.take()))
         self._console.row(step, values)
         goes_on = 0 < step < self._run.num_steps
         if goes_on and self._report_interval and not step % self._report_interval and not self._reports():
