@@ -22,7 +22,6 @@ from megatron_rl.errors import DeadlineError, EngineDiedError, MegatronRLError, 
 from megatron_rl.observe.console import PhaseProgress
 from megatron_rl.observe.metrics import Mean, Metric, metric_values
 from megatron_rl.observe.summary import asked_to_end, status_of
-from megatron_rl.observe.visible_text import lines_of
 from megatron_rl.rollout.manager import MAX_RESAMPLING_ROUNDS, RolloutManager
 from megatron_rl.runtime.agreement import Agreement
 from megatron_rl.runtime.colocation import Phase, SharedDevices
@@ -324,9 +323,8 @@ class RolloutRun(Run):
         self._records.add({"rollout/overlap_fraction": Mean(min(overlap_s, train_s), train_s)})
         keeping = self._manager.keep(self._ranks.recorded)
         self._wait_for_samples(keeping, name="keeping the values of tokens", timeout_s=ENGINE_CONTROL_S)
-        prints, seen = self._settings.observe.print_samples, list(self._manager.looked_at.values())
-        if prints and seen and not (step + 1) % prints:
-            self._records.say(*lines_of(seen[step % len(seen)], step=step + 1))
+        if (prints := self._settings.observe.print_samples) and not (step + 1) % prints:
+            self._records.show(step + 1, list(self._manager.looked_at.values()), self._manager.spread)
 
     def save(self, *, step: int, at_the_end: bool = False) -> None:
         """Save as `Run.save`, with the results of all evaluations begun, which are in no later run."""

@@ -2,7 +2,7 @@
 
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from subprocess import Popen
@@ -20,7 +20,9 @@ from megatron_rl.observe.sinks import METRICS_FILE, Sinks, read_metrics
 from megatron_rl.observe.spans import Spans, write_spans
 from megatron_rl.observe.summary import FINISHED, REPORT_FILE, SETTINGS_FILE, Summary, write_summary
 from megatron_rl.observe.timing import PhaseTimer
+from megatron_rl.observe.visible_text import lines_of
 from megatron_rl.runtime.supervisor import begin_command, run_command
+from megatron_rl.types import Doubles, Sample
 
 _MOST_ADVICE = 3
 """Sentences at the end of a run; `megatron-rl status` has all of them."""
@@ -66,6 +68,12 @@ class RunRecords:
         """Print sentences."""
         for sentence in sentences:
             self._console.say(sentence)
+
+    def show(self, step: int, samples: Sequence[Sample], spread: Mapping[str, Doubles]) -> None:
+        """Print one of the kept `samples` of a step; give all, and the numbers [B] of its sequences by metric, to the sinks."""
+        if samples:
+            self.say(*lines_of(samples[(step - 1) % len(samples)], step=step))
+        self._sinks.show(step, samples, spread)
 
     def add(self, *metrics: dict[str, Metric]) -> None:
         """Add metrics to the step's."""

@@ -22,7 +22,7 @@ from megatron_rl.observe.metrics import Last, Metric, Sum
 from megatron_rl.observe.spans import Spans
 from megatron_rl.runtime.colocation import Phase
 from megatron_rl.runtime.run import Run
-from megatron_rl.types import Floats, Ints, Prompt, Reward, RewardOutcome, Sample, StopReason, TrainBatch
+from megatron_rl.types import Doubles, Floats, Ints, Prompt, Reward, RewardOutcome, Sample, StopReason, TrainBatch
 from megatron_rl.weights.sync import Prove
 
 Calls = list[tuple[Any, ...]]
@@ -39,6 +39,7 @@ class Manager:
     renewed_at = -1
     read: str | None = "synced"
     looked_at: Mapping[int, Sample] = MappingProxyType({})
+    spread: Mapping[str, Doubles] = MappingProxyType({"rollout/reward": np.array([0.5, np.nan])})
 
     def __init__(self, calls: Calls, *, fails_at: int | None, error: BaseException | None) -> None:
         self.calls = calls
