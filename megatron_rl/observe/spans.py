@@ -1,13 +1,14 @@
 """Spans of the work of driver, ranks and engines, one JSON line each in spans.jsonl, for `megatron-rl trace`."""
 
-import json
 import os
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import msgspec
 
 from megatron_rl.system.files import disk_errors
 
@@ -61,10 +62,10 @@ class Spans:
 def write_spans(directory: Path, spans: Iterable[Span]) -> None:
     """Append spans to the file of the run in `directory`. Raises UserError when the disk is full."""
     path = directory / SPANS_FILE
-    lines = [json.dumps({key: _short(value) for key, value in asdict(span).items() if value is not None}) + "\n" for span in spans]
+    lines = b"".join(msgspec.json.encode(span) + b"\n" for span in spans)
     with disk_errors(path), path.open("ab") as file:
         # Behind half a line of a kill nothing is read as its rest.
-        file.write(("\n" * (file.tell() > 0) + "".join(lines)).encode())
+        file.write(b"\n" * (file.tell() > 0) + lines)
         full = file.tell() > MOST_BYTES
     if full:
         os.replace(path, directory / EARLIER_FILE)
@@ -75,11 +76,6 @@ def read_spans(directory: Path) -> Iterator[Span]:
     for path in (directory / EARLIER_FILE, directory / SPANS_FILE):
         for line in path.read_bytes().splitlines() if path.is_file() else ():
             try:
-                yield Span(**json.loads(line))
-            except (ValueError, TypeError):
+                yield msgspec.json.decode(line, type=Span)
+            except msgspec.DecodeError:
                 continue
-
-
-def _short(value: str | float | None) -> str | float | None:
-    """Return a time to the microsecond."""
-    return round(value, 6) if isinstance(value, float) else value
