@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from megatron_rl.config.settings import RunSettings
 from megatron_rl.errors import CheckpointError, DamagedCheckpointError, UserError, counted
+from megatron_rl.observe.summary import SETTINGS_FILE
 from megatron_rl.system.files import (
     MANIFEST,
     atomic_directory,
@@ -31,7 +32,6 @@ from megatron_rl.system.files import (
     write_atomic,
 )
 
-SETTINGS_FILE = "settings.yaml"
 LOCK_FILE = "run.lock"
 """Held by the one run that writes there, where it has no buffer."""
 POLICY_LINK = "huggingface"

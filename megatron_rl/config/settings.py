@@ -341,8 +341,12 @@ class ObserveSettings(Section):
     report_interval: int = Field(
         50, ge=0, description="Steps between writings of report.html, by a process of its own; 0 writes it at the end alone."
     )
-    print_samples: int = Field(0, ge=0, description="Steps between samples of kept groups on the console; 0 prints none.")
-    wandb_project: str | None = Field(None, description="Weights & Biases project; honours WANDB_MODE=offline.")
+    print_samples: int = Field(
+        0, ge=0, description="Steps between samples on the console, and texts, tables and histograms of TensorBoard and W&B; 0: none."
+    )
+    wandb_project: str | None = Field(
+        None, description="Weights & Biases project; honours WANDB_NAME, WANDB_RUN_GROUP, WANDB_TAGS and WANDB_MODE=offline."
+    )
 
 
 class Settings(Section):

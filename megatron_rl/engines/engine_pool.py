@@ -14,6 +14,7 @@ from typing import TypeVar
 from megatron_rl.engines.client import EngineClient
 from megatron_rl.engines.engine import EngineAddress
 from megatron_rl.errors import DeadlineError, EngineError
+from megatron_rl.observe.spans import Spans
 from megatron_rl.system.deadlines import DEATH_S, LEAVE_S
 
 AFFINITY_WAIT_S = 1.0  # wait for a slot on the preferred engine: about the time to compute a prefix of 10,000 tokens
@@ -84,6 +85,8 @@ class EnginePool:
         One that `waits` for others, as in a process group, has to be stopped.
         """
         self._address = clients[0].address if clients else None
+        self.spans = Spans()
+        """Requests, syncs and groups, as they end."""
 
     # Membership
 
@@ -251,7 +254,8 @@ class EnginePool:
         number = self.arrival()
         client = await self._take(_Waiter(urgency, number if arrival is None else arrival, number, count, preferred))
         try:
-            yield client
+            with self.spans.measure(f"request, {urgency.name.lower()}", who=f"engine {client.address.url}", count=count):
+                yield client
         finally:
             self._give_back(client, count)
 

@@ -4,8 +4,11 @@ Order: liveness, then learning, and tuning only where neither has anything to sa
 medians of the newest rows, so that no single step speaks.
 """
 
+import bisect
+import functools
 import itertools
 import math
+import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -25,17 +28,30 @@ def advise(rows: Rows, *, waits: Sequence[WaitState] = (), one_reward: OneReward
     """Return a sentence for each thing that is wrong, the most urgent first; none of a healthy run.
 
     `rows` are the metrics of steps in rising order, `waits` those in progress, `one_reward` what becomes
-    of groups with equal rewards.
+    of groups with equal rewards. A sentence on rows has the first of the steps whose rows say so.
     """
-    steps = {step: row for step, row in rows.items() if step}
-    found = [*_liveness(steps, waits), *_learning(steps, one_reward)]
-    return tuple(found or _tuning(steps))
+    steps = [(step, row) for step, row in rows.items() if step]
+    late = [f"{wait}: look at logs/stacks.txt; it ends after {wait.deadline_s:.0f} s (model.deadline_s)" for wait in waits if wait.late]
+
+    @functools.cache
+    def found(num_rows: int) -> tuple[str, ...]:
+        first = dict(steps[:num_rows])
+        return tuple([*_liveness(first), *_learning(first, one_reward)] or ([] if late else [*_tuning(first)]))
+
+    def dated(sentence: str) -> str:
+        what, _, fix = sentence.partition(":")
+        num_rows = bisect.bisect_left(range(len(steps)), True, key=lambda num: _kind(sentence) in map(_kind, found(num)))
+        return f"{what} ({'from the start' if num_rows <= FEWEST_ROWS else f'since step {steps[num_rows - 1][0]}'}):{fix}"
+
+    return (*late, *map(dated, found(len(steps))))
 
 
-def _liveness(rows: Rows, waits: Sequence[WaitState]) -> Iterator[str]:
-    for wait in waits:
-        if wait.late:
-            yield f"{wait}: look at logs/stacks.txt; it ends after {wait.deadline_s:.0f} s (model.deadline_s)"
+def _kind(sentence: str) -> str:
+    """Return the words of a sentence before its cause and setting, without numbers."""
+    return re.sub(r"[^a-z ]", "", sentence.partition(":")[0])
+
+
+def _liveness(rows: Rows) -> Iterator[str]:
     # Of a trajectory with several samples one is scored.
     made = sum(row.get("rollout/num_samples", 0.0) / row.get("rollout/samples_per_trajectory", 1.0) for row in _tail(rows))
     failed = _total(rows, "rollout/reward_errors") + _total(rows, "rollout/reward_timeouts")

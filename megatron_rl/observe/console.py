@@ -185,6 +185,8 @@ class RunConsole:
             cells = [_cell(column, metrics) if column.metrics else left for column in self._columns]
             self.say(self._line(f"{step}/{self._num_steps}", cells))
             beyond = [name for name, value in metrics.items() if name not in self._marked and is_beyond_healthy(name, value)]
+            if beyond and not self._marked:
+                self.say("note: ! is before numbers beyond their healthy range")
             self._marked.update(beyond)
             for name in beyond:
                 self.say(f"note: {name} is {metrics[name]:.3g}, healthy: {metric_info(name).healthy}")

@@ -8,6 +8,7 @@ import difflib
 import math
 import operator
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -270,6 +271,22 @@ _TABLE: tuple[tuple[str, type[Metric], str, str, str], ...] = (
 )
 
 METRICS: Mapping[str, MetricInfo] = {row[0]: MetricInfo(*row) for row in _TABLE}
+
+
+def reference() -> str:
+    """Return METRICS.md: all lines of METRICS, by their part of the run."""
+    how = """python -c 'from megatron_rl.observe import metrics; print(metrics.reference(), end="")'"""
+    lines = ["# Metrics", "", "Made from [the table](metrics.py), checked by a test, and written by", "", "```bash", how, "```"]
+    part = ""
+    for info in METRICS.values():
+        if (first := info.name.partition("/")[0]) != part:
+            part = first
+            lines += ["", f"## {part}", ""]
+        kind = ", ".join(filter(None, (info.unit, info.reduction.__name__.lower())))
+        # A bound stays on one line.
+        healthy = f" Healthy: {info.healthy}.".replace("< ", "<\0") if info.healthy else ""
+        lines += textwrap.wrap(f"- `{info.name}` ({kind}): {info.meaning}.{healthy}", 100, subsequent_indent="  ", break_long_words=False)
+    return "\n".join(lines).replace("\0", " ") + "\n"
 
 
 def find_info(name: str) -> MetricInfo | None:

@@ -5,19 +5,24 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary, SummaryMetadata
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from megatron_rl.config.settings import ObserveSettings
 from megatron_rl.errors import UserError
+from megatron_rl.observe.visible_text import lines_of, visible
 from megatron_rl.system.files import disk_errors, write_atomic
+from megatron_rl.types import Doubles, Sample
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -42,6 +47,8 @@ class Sinks:
         self._first_step, self.lines = first_step, JsonLines(directory / METRICS_FILE, first_step=first_step)
         self._row = {**(row or {}), **self.lines.row}
         curves = TensorBoard(directory / "tensorboard", first_step=first_step)
+        if config:
+            curves.write_text("settings", json.dumps(config, indent=2), step=first_step)
         self._sinks: list[JsonLines | TensorBoard | WeightsAndBiases] = [self.lines, curves]
         if settings.wandb_project is not None:
             self._sinks.append(WeightsAndBiases(directory, project=settings.wandb_project, config=config or {}))
@@ -52,6 +59,14 @@ class Sinks:
             metrics, self._row = {**self._row, **metrics}, {}
         for sink in self._sinks:
             sink.log(step, metrics)
+
+    def show(self, step: int, samples: Sequence[Sample], spread: Mapping[str, Doubles]) -> None:
+        """Give samples of `step` and numbers [B] by metric to TensorBoard and Weights & Biases."""
+        # A tag of TensorBoard has one kind of value.
+        finite = {f"{name}_histogram": numbers[np.isfinite(numbers)] for name, numbers in spread.items()}
+        for sink in self._sinks:
+            if not isinstance(sink, JsonLines):
+                sink.show(step, samples, {name: numbers for name, numbers in finite.items() if len(numbers)})
 
     def close(self) -> None:
         """Close every sink."""
@@ -138,6 +153,21 @@ class TensorBoard:
         values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
         self._write(Event(step=step, summary=Summary(value=values)))
 
+    def show(self, step: int, samples: Sequence[Sample], spread: Mapping[str, Doubles]) -> None:
+        """Write samples as texts, and numbers [B] by metric as histograms."""
+        texts = ["\n".join(lines_of(sample, step=step)) for sample in samples]
+        if texts:
+            self.write_text("samples", "\n\n".join(texts), step=step)
+        self._write(Event(step=step, summary=Summary(value=[_histogram(name, numbers) for name, numbers in spread.items()])))
+
+    def write_text(self, name: str, text: str, *, step: int) -> None:
+        """Write a text as it is: TensorBoard reads Markdown, in which an indented block is code."""
+        block = "".join(f"    {line}\n" for line in text.splitlines())
+        metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+        shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
+        tensor = TensorProto(dtype="DT_STRING", string_val=[block.encode("utf-8", "replace")], tensor_shape=shape)
+        self._write(Event(step=step, summary=Summary(value=[Summary.Value(tag=name, metadata=metadata, tensor=tensor)])))
+
     def _write(self, event: Event) -> None:
         event.wall_time = time.time()
         with disk_errors(self._path):
@@ -154,10 +184,12 @@ class WeightsAndBiases:
     """A Weights & Biases run named after the directory, which keeps the id for a resume."""
 
     def __init__(self, directory: Path, *, project: str, config: Mapping[str, Any]) -> None:
-        wandb = _import_wandb()
+        self._wandb = _import_wandb()
         identity = directory / "wandb_run_id"
         run_id = identity.read_text().strip() if identity.exists() else None
-        self._run = wandb.init(project=project, name=directory.name, dir=str(directory), id=run_id, resume="allow", config=dict(config))
+        # Group and tags are read from the environment there.
+        name = os.environ.get("WANDB_NAME") or directory.name
+        self._run = self._wandb.init(project=project, name=name, dir=str(directory), id=run_id, resume="allow", config=dict(config))
         with disk_errors(identity):
             identity.write_text(f"{self._run.id}\n")
 
@@ -165,9 +197,30 @@ class WeightsAndBiases:
         """Send the metrics of a step."""
         self._run.log(dict(metrics), step=step)
 
+    def show(self, step: int, samples: Sequence[Sample], spread: Mapping[str, Doubles]) -> None:
+        """Send samples as a table, and numbers [B] by metric as histograms."""
+        columns = ["step", "group", "prompt", "label", "answer", "reward", "tokens", "ended by"]
+        rows = [
+            [
+                *(step, one.group_id, visible(one.prompt.text), visible(one.prompt.label or ""), visible(one.response_text)),
+                *(None if one.reward is None else one.reward.value, len(one.response_ids), one.stop_reason.value),
+            ]
+            for one in samples
+        ]
+        tables = {"samples": self._wandb.Table(columns=columns, data=rows)} if rows else {}
+        histograms = {name: self._wandb.Histogram(numbers) for name, numbers in spread.items()}
+        self._run.log({**tables, **histograms}, step=step)
+
     def close(self) -> None:
         """Finish the run."""
         self._run.finish()
+
+
+def _histogram(name: str, numbers: Doubles) -> Summary.Value:
+    """Return the histogram of numbers [B]."""
+    counts, edges = np.histogram(numbers, bins=30)
+    moments = {"min": numbers.min(), "max": numbers.max(), "num": len(numbers), "sum": numbers.sum(), "sum_squares": numbers @ numbers}
+    return Summary.Value(tag=name, histo=HistogramProto(**moments, bucket_limit=edges[1:], bucket=counts))
 
 
 def check_installed(settings: ObserveSettings) -> None:

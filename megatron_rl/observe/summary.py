@@ -8,7 +8,7 @@ from pathlib import Path
 from megatron_rl.errors import UserError
 from megatron_rl.system.files import read_record, write_atomic
 
-SUMMARY_FILE = "summary.json"
+SETTINGS_FILE, SUMMARY_FILE = "settings.yaml", "summary.json"
 REPORT_FILE = "report.html"
 """Written by `megatron-rl report`."""
 FINISHED = "finished"

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from megatron_rl.observe.metrics import Metric, Sum
+from megatron_rl.observe.spans import Spans
 
 
 class PhaseTimer:
@@ -14,6 +15,8 @@ class PhaseTimer:
         self._clock = clock
         self._step: dict[str, float] = {}
         self._run: dict[str, float] = {}
+        self.spans = Spans()
+        """Every phase measured, in order."""
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
@@ -22,7 +25,9 @@ class PhaseTimer:
         try:
             yield
         finally:
-            self.add(name, self._clock() - start)
+            seconds = self._clock() - start
+            self.add(name, seconds)
+            self.spans.add("driver", name, seconds=seconds)
 
     def add(self, name: str, seconds: float) -> None:
         """Add seconds measured elsewhere to the phase `name`."""

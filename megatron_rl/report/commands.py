@@ -1,4 +1,4 @@
-"""Commands that read what runs have written: score, compare, report, samples and status.
+"""Commands that read what runs have written: score, compare, report, samples, status and trace.
 
 Modules are imported inside the command with the need, so that help and mistakes answer at once.
 """
@@ -89,11 +89,28 @@ def samples(directory: Path, step: int | None, worst: int | None, best: int, gro
         print(line)
 
 
+@reading.command(short_help="Write a step of a run as a trace for Perfetto.")
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.option("--step", type=click.IntRange(min=0), help="The newest when not given; 0 is the start.")
+@click.option("--out", type=click.Path(path_type=Path), help="Another file than trace-STEP.json in DIRECTORY.")
+def trace(directory: Path, step: int | None, out: Path | None) -> None:
+    """Write when driver, ranks, engines, groups and rewards of the run in DIRECTORY worked in a step, for https://ui.perfetto.dev.
+
+    Work that had not ended by the newest row is missing. Clocks of several nodes are not compared.
+    Example: megatron-rl trace runs/first --step 12
+    """
+    from megatron_rl.report.trace import trace_step
+
+    path, num_spans = trace_step(directory, step=step, out=out)
+    print(f"{path}: {num_spans} spans; open it in https://ui.perfetto.dev or chrome://tracing")
+
+
 @reading.command(short_help="Say what runs do, on this node or another one.")
 @click.argument("directories", nargs=-1, type=click.Path(path_type=Path), metavar="[DIRECTORY]...")
 @click.option("--watch", is_flag=True, help="Print again every few seconds, until all runs have ended.")
 @click.option("--json", "as_json", is_flag=True, help="A JSON object for each run, in place of text.")
-def status(directories: tuple[Path, ...], watch: bool, as_json: bool) -> int:
+@click.option("--serve", type=click.IntRange(0, 65535), metavar="PORT", help="Serve it to Prometheus on loopback instead, until Ctrl-C.")
+def status(directories: tuple[Path, ...], watch: bool, as_json: bool, serve: int | None) -> int:
     """Print phase, waits, engines, speed, disk, expected end and advice of each run, from the files in its DIRECTORY alone.
 
     DIRECTORY is the run.directory of a run or has runs below; the working directory when not given. The exit status is the largest
@@ -101,4 +118,10 @@ def status(directories: tuple[Path, ...], watch: bool, as_json: bool) -> int:
     """
     from megatron_rl.report.status import print_status, runs_below
 
-    return print_status([run for each in directories or (Path(),) for run in runs_below(each)], watch=watch, as_json=as_json)
+    runs = [run for each in directories or (Path(),) for run in runs_below(each)]
+    if serve is None:
+        return print_status(runs, watch=watch, as_json=as_json)
+    from megatron_rl.report.prometheus import serving
+
+    with serving(serve) as publish:
+        return print_status(runs, watch=True, as_json=as_json, publish=publish)

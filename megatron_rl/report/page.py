@@ -29,7 +29,7 @@ from megatron_rl.observe.advice import advise
 from megatron_rl.observe.groups_of_interest import Answer, GroupFacts, ends, facts, labels
 from megatron_rl.observe.metrics import find_info, is_beyond_healthy
 from megatron_rl.observe.sinks import METRICS_FILE, read_metrics
-from megatron_rl.observe.summary import REPORT_FILE, SUMMARY_FILE, Summary, read_summary
+from megatron_rl.observe.summary import REPORT_FILE, SETTINGS_FILE, SUMMARY_FILE, Summary, read_summary
 from megatron_rl.observe.visible_text import visible
 from megatron_rl.report.curves import Steps, draw_curves, drawable
 from megatron_rl.report.run_samples import RunSamples, StoredGroup, open_samples
@@ -39,8 +39,7 @@ from megatron_rl.system.versions import installed_version
 
 _PACKAGES = ("megatron-rl", "megatron-core", "sglang", "torch", "transformers", "ray", "transformer-engine")
 CURVES_FILE = "curves.png"
-# Those of checkpoints.run_checkpoints and evaluation.evaluator, whose imports take seconds.
-SETTINGS_FILE, EVALUATION_DIRECTORY = "settings.yaml", "evaluation"
+EVALUATION_DIRECTORY = "evaluation"  # that of evaluation.evaluator, whose import takes seconds
 _NO_CHARTS: dict[str, dict[str, Any]] = {"curves": {}, "distributions": {}}
 _EXTRA = ("altair", "vl_convert", "itables")
 

@@ -1,18 +1,22 @@
 """Samples of a run, read from its buffer and printed, also while the run goes on or after it died."""
 
 import sqlite3
-from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import tokenizers
 from numpy.typing import NDArray
 
+from megatron_rl.config.load import load_settings
 from megatron_rl.data import buffer_rows
 from megatron_rl.data.buffer import BUFFER_FILE
 from megatron_rl.errors import UserError
 from megatron_rl.observe.groups_of_interest import Answer, ends
+from megatron_rl.observe.summary import SETTINGS_FILE
 from megatron_rl.observe.visible_text import sample_lines
 
 _GROUP = "id, consumed_step, prompt_text, prompt_ids, label, messages, metadata, rejection"
@@ -23,6 +27,10 @@ _SAMPLE = (
 _ANSWER = "consumed_step, group_id, trajectory, sample_index, reward, stop_reason, num_tokens"
 _CONSUMED = "state = 'consumed'"
 _TYPES = {"loss_mask": "?", "rollout_log_probs": "<f4", "token_values": "<f4"}
+
+
+Decode = Callable[[Sequence[int]], str]
+"""From token ids to their text, with special tokens."""
 
 
 class StoredGroup(NamedTuple):
@@ -94,16 +102,28 @@ def open_samples(directory: Path) -> Iterator[RunSamples]:
         raise UserError(f"{path} cannot be read ({error}); check the disk, or copy the file to one that can be written") from error
 
 
+def load_decoder(directories: Iterable[Path]) -> Decode | None:
+    """Return the decoder of the first directory with a tokenizer; None without."""
+    files = (directory / "tokenizer.json" for directory in directories)
+    file = next((file for file in files if file.is_file()), None)
+    return None if file is None else partial(tokenizers.Tokenizer.from_file(str(file)).decode, skip_special_tokens=False)
+
+
 def printed_samples(directory: Path, *, step: int | None, worst: int, best: int, group: str | None) -> Iterator[str]:
     """Yield the lines of the `worst` and the `best` trajectories of `step`, None: the newest, or all samples of the `group`.
 
-    Raises UserError for a step or a group without samples.
+    Answers have their special tokens where tokens and a tokenizer are there. Raises UserError for a
+    step or a group without samples.
     """
+    models = [directory / "huggingface"]
+    with suppress(UserError):
+        models.append(load_settings(directory / SETTINGS_FILE, on_gpus=False).model.path)
+    decode = load_decoder(models)
     with open_samples(directory) as run:
         if group is not None:
             found = run.group(group)
             for sample in found.samples:
-                yield from _lines(found, sample)
+                yield from _lines(found, sample, decode)
             yield from (f"failed: {words}" for words in found.failures)
             return
         steps = run.steps()
@@ -118,17 +138,18 @@ def printed_samples(directory: Path, *, step: int | None, worst: int, best: int,
             for number, answer in enumerate(answers, start=1):
                 found = run.group(answer.group)
                 yield f"-- {name} {number} of {len(answers)}"
-                yield from _lines(found, next(sample for sample in found.samples if sample["sample_index"] == answer.sample))
+                yield from _lines(found, next(sample for sample in found.samples if sample["sample_index"] == answer.sample), decode)
 
 
-def _lines(group: StoredGroup, sample: sqlite3.Row) -> Iterator[str]:
+def _lines(group: StoredGroup, sample: sqlite3.Row, decode: Decode | None) -> Iterator[str]:
     """Yield a sample with its prompt and reward."""
+    ids = array(sample, "response_ids")
     reward = f"reward {sample['reward']:.4g}" if sample["reward"] is not None else f"no reward ({sample['outcome']})"
     ended = f"{sample['num_tokens']} tokens, ended by {sample['stop_reason']}"
     yield f"{reward}, {ended}, group {group.row['id']!r}, sample {sample['sample_index']}"
     yield from sample_lines(
         prompt=sample["own_prompt_text"] or group.row["prompt_text"],
         label=group.row["label"],
-        answer=sample["response_text"],
+        answer=sample["response_text"] if ids is None or decode is None else decode(ids.tolist()),
         message=sample["reward_message"],
     )

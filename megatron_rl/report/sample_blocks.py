@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tokenizers
 from numpy.typing import NDArray
 
 from megatron_rl.data.token_values import TOKEN_VALUES
 from megatron_rl.observe.visible_text import visible
-from megatron_rl.report.run_samples import StoredGroup, array
+from megatron_rl.report.run_samples import StoredGroup, array, load_decoder
 
 QUANTITIES = {
     "difference": ("engine - trainer", "log-prob of the engine minus that of the trainer, nats", 1e-3),
@@ -47,18 +46,16 @@ def pack(value: Any) -> str:
 
 def load_spelling(directories: Sequence[Path]) -> Spell | None:
     """Return the spelling by the tokenizer of the first directory that has one; None without."""
-    files = (directory / "tokenizer.json" for directory in directories)
-    file = next((file for file in files if file.is_file()), None)
-    if file is None:
+    decode = load_decoder(directories)
+    if decode is None:
         return None
-    decode = tokenizers.Tokenizer.from_file(str(file)).decode
 
     def spell(ids: Sequence[int]) -> list[str]:
         """Give each token the text that it adds; a letter of several tokens comes with the last of them."""
         texts, first, begin = [], 0, 0
         for end in range(1, len(ids) + 1):
-            before = decode(ids[first:begin], skip_special_tokens=False)
-            added = decode(ids[first:end], skip_special_tokens=False)[len(before) :]
+            before = decode(ids[first:begin])
+            added = decode(ids[first:end])[len(before) :]
             whole = not added.endswith("\ufffd") or end - begin >= 4
             texts.append(added if whole else "")
             if whole:

@@ -6,13 +6,12 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from megatron_rl.checkpoints.run_checkpoints import SETTINGS_FILE, checkpoint_paths
 from megatron_rl.config.derived import one_reward
 from megatron_rl.config.load import load_settings
 from megatron_rl.config.settings import RunSettings
@@ -21,7 +20,7 @@ from megatron_rl.errors import UserError, sized
 from megatron_rl.observe.advice import advise
 from megatron_rl.observe.live_state import STATUS_FILE, STATUS_S, LiveState, read_state
 from megatron_rl.observe.sinks import METRICS_FILE, read_metrics, read_times
-from megatron_rl.observe.summary import FINISHED, SUMMARY_FILE, read_summary
+from megatron_rl.observe.summary import FINISHED, SETTINGS_FILE, SUMMARY_FILE, read_summary
 from megatron_rl.system.files import free_bytes
 from megatron_rl.system.leftovers import lives_here
 
@@ -186,7 +185,8 @@ def _speeds(rows: Mapping[int, Mapping[str, float]]) -> list[float]:
 
 def _disk_to_come(directory: Path, run: RunSettings, *, step: int, num_steps: int | None) -> int | None:
     """Return the bytes that checkpoints, exports and the buffer of a run still take, None before the first checkpoint."""
-    saved = checkpoint_paths(directory)
+    # checkpoints.run_checkpoints knows more of them, but imports megatron-core: seconds.
+    saved = sorted((path.parent for path in directory.glob("checkpoints/step-*/run.json")), key=lambda path: path.stat().st_mtime_ns)
     if not saved or not step or num_steps is None:
         return None
     each, exported = (sum(path.stat().st_size for path in place.rglob("*") if path.is_file()) for place in (saved[-1], saved[-1] / "hf"))
@@ -221,10 +221,20 @@ def _time(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min"
 
 
-def print_status(directories: Sequence[Path], *, watch: bool, as_json: bool) -> int:
-    """Print the reports of the runs in `directories`, again every few seconds to `watch`; return the exit status."""
+Publish: TypeAlias = Callable[[Sequence[RunReport]], None]
+
+
+def print_status(directories: Sequence[Path], *, watch: bool, as_json: bool, publish: Publish | None = None) -> int:
+    """Print the reports of the runs in `directories`, again every few seconds to `watch`; return the exit status.
+
+    With `publish`, which gets them each time, nothing is printed and nothing ends.
+    """
     while True:
         reports = [report_status(directory) for directory in directories]
+        if publish is not None:
+            publish(reports)
+            time.sleep(STATUS_S)
+            continue
         if as_json:
             text = "\n".join(json.dumps({**asdict(one), "exit_status": EXIT_STATUS[one.life]}) for one in reports)
         else:

@@ -142,10 +142,13 @@ class GroupMaker:
         with KeptAnswers(buffer, prompt.id) as kept:
             group = await self._generate(prompt, num_samples, sampling=sampling or self._samplings[greedy], urgency=urgency, kept=kept)
         generated_s = time.monotonic()
+        self._pool.spans.add("groups", f"group {prompt.id}", seconds=generated_s - begun_s, count=num_samples)
         scored = await self._scored(group, buffer, score or self._score)
+        reward_s = time.monotonic() - generated_s
+        self._pool.spans.add("rewards", f"group {prompt.id}", seconds=reward_s, count=num_samples)
         if urgency is not Urgency.EVALUATION:
             self.generation_s += generated_s - begun_s
-            self.reward_s += time.monotonic() - generated_s
+            self.reward_s += reward_s
         return scored
 
     async def make_with_baseline(self, prompt: Prompt, *, num_samples: int, buffer: Buffer) -> Group:

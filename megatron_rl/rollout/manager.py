@@ -50,7 +50,7 @@ from megatron_rl.rollout.groups import GroupMaker, Score
 from megatron_rl.rollout.opened_rollout import opened_rollout
 from megatron_rl.rollout.production import Production
 from megatron_rl.rollout.sample_checks import without_stale_tokens
-from megatron_rl.types import Group, Prompt, Sample, TrainBatch
+from megatron_rl.types import Doubles, Group, Prompt, Sample, TrainBatch
 
 MAX_RESAMPLING_ROUNDS = 10
 IDLE_POLL_S = 0.02
@@ -98,6 +98,7 @@ class RolloutManager:
         self._returning: set[asyncio.Task[None]] = set()
         self._identical, self._num_returned = IdenticalGroups(), 0  # engines returned since the last step
         self.looked_at: dict[int, Sample] = {}  # rows of the newest batch whose tokens are kept
+        self.spread: dict[str, Doubles] = {}  # numbers of its sequences by metric
         # Busy seconds, tokens, retries, seconds of generation and of rewards at the end of the last step.
         self._measured = (0.0, 0, Counter[str](), 0.0, 0.0)
 
@@ -299,6 +300,8 @@ class RolloutManager:
         rows = {row: sample for row, sample in enumerate(batch_samples(trained)) if sample.group_id in names}
         # They stay through the training, and the batch has these records already.
         self.looked_at = {row: replace(sample, routed_experts=None, candidates=None) for row, sample in rows.items()}
+        lengths = np.diff(batch.cu_seqlens) - batch.prompt_lengths
+        self.spread = {"rollout/reward": batch.rewards, "rollout/response_length": lengths.astype(np.float64)}
         if not kept:
             # All groups are dropped: there is nothing to train on.
             batch = replace(batch, loss_mask=np.zeros(len(batch.tokens), np.bool_))

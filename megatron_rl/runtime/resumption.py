@@ -14,7 +14,6 @@ from typing import Any
 from megatron_rl.checkpoints import manifest
 from megatron_rl.checkpoints.run_checkpoints import (
     POLICY_LINK,
-    SETTINGS_FILE,
     checkpoint_paths,
     incomplete_checkpoints,
     naming_the_way_around,
@@ -32,6 +31,7 @@ from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.read_spec import read_model_spec
 from megatron_rl.models.weight_table import parameter_shape, rules
 from megatron_rl.observe.sinks import METRICS_FILE, read_metrics
+from megatron_rl.observe.summary import SETTINGS_FILE
 from megatron_rl.training.objective_checks import check_returns
 
 _OF_FILES = {"names", "num_mtp_layers"}

@@ -23,7 +23,6 @@ from megatron_rl.evaluation.best_steps import reason_to_stop
 from megatron_rl.observe.console import PhaseProgress
 from megatron_rl.observe.metrics import Mean, Metric, metric_values
 from megatron_rl.observe.summary import asked_to_end, status_of
-from megatron_rl.observe.visible_text import lines_of
 from megatron_rl.rollout.manager import MAX_RESAMPLING_ROUNDS, RolloutManager
 from megatron_rl.runtime.agreement import Agreement
 from megatron_rl.runtime.colocation import Phase, SharedDevices
@@ -48,6 +47,7 @@ class Run(ABC):
     ) -> None:
         """`devices` are those shared by ranks and engines, None for devices of their own."""
         self._groups_per_step, self._ranks, self._devices, self._records = groups_per_step, ranks, devices, records
+        records.spans.append(ranks.spans)
         self.num_steps, self._directory, self._keep_checkpoints = run.num_steps, run.directory, run.keep_checkpoints
         """Steps of the whole run with a batch each, and the directory of its output."""
         self._checkpoints = CheckpointWriter(run, ranks=ranks)
@@ -241,6 +241,7 @@ class RolloutRun(Run):
         self._checkpoints.may_be_best = lambda step: settings.eval.keeps(steps=step, num_steps=self.num_steps)
         self._version: int | None = None  # of the trainer's weights, where engines serve them, too
         records.follow("rollout", lambda: manager.busy_s)
+        records.spans.append(manager.pool.spans)
 
     def _wait(self, work: Work[Result], *, name: str, timeout_s: float = ENGINE_CONTROL_S, see: str = "") -> Result:
         how: dict[str, Any] = {"owner": "the engines", "timeout_s": timeout_s, "see": see, "meanwhile": self._update_newcomers}
@@ -312,9 +313,8 @@ class RolloutRun(Run):
         overlap_s, train_s = self._manager.busy_s - busy_before_s, time.perf_counter() - start_s
         self._records.add({"rollout/overlap_fraction": Mean(min(overlap_s, train_s), train_s)})
         self._wait_for_samples(self._manager.keep(self._ranks.recorded), name="keeping token values", timeout_s=ENGINE_CONTROL_S, see="")
-        prints, seen = self._settings.observe.print_samples, list(self._manager.looked_at.values())
-        if prints and seen and not (step + 1) % prints:
-            self._records.say(*lines_of(seen[step % len(seen)], step=step + 1))
+        if (prints := self._settings.observe.print_samples) and not (step + 1) % prints:
+            self._records.show(step + 1, list(self._manager.looked_at.values()), self._manager.spread)
 
     def save(self, *, step: int, at_the_end: bool = False) -> None:
         """Save as `Run.save`, with the results of all evaluations begun, which are in no later run."""

@@ -2,12 +2,12 @@
 
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from subprocess import Popen
 
-from megatron_rl.checkpoints.run_checkpoints import POLICY_LINK, SETTINGS_FILE, Best, checkpoint_paths
+from megatron_rl.checkpoints.run_checkpoints import POLICY_LINK, Best, checkpoint_paths
 from megatron_rl.config.derived import OneReward
 from megatron_rl.config.settings import RunSettings
 from megatron_rl.errors import UserError, counted
@@ -17,9 +17,12 @@ from megatron_rl.observe.console import PhaseProgress, RunConsole
 from megatron_rl.observe.memory import PeakMemory
 from megatron_rl.observe.metrics import Max, Mean, Metric, merge_metrics, metric_values
 from megatron_rl.observe.sinks import METRICS_FILE, Sinks, read_metrics
-from megatron_rl.observe.summary import FINISHED, REPORT_FILE, Summary, write_summary
+from megatron_rl.observe.spans import Spans, write_spans
+from megatron_rl.observe.summary import FINISHED, REPORT_FILE, SETTINGS_FILE, Summary, write_summary
 from megatron_rl.observe.timing import PhaseTimer
+from megatron_rl.observe.visible_text import lines_of
 from megatron_rl.runtime.supervisor import begin_command, run_command
+from megatron_rl.types import Doubles, Sample
 
 _MOST_ADVICE = 3
 """Sentences at the end of a run; `megatron-rl status` has all of them."""
@@ -46,6 +49,8 @@ class RunRecords:
         self._run, self._console, self._sinks, self._memory, self._timer = run, console, sinks, memory, timer
         self._resume_words = ["--resume"] if replay is None else ["--resume", "--replay", str(replay)]
         self._metrics: list[dict[str, Metric]] = []
+        self.spans: list[Spans] = [timer.spans]
+        """Sources of the spans that each `log` writes."""
         self._clocks: dict[str, tuple[Callable[[], float], float]] = {}
         self.logged_steps = 0
         self.first_evaluation: dict[str, float] = {}
@@ -64,6 +69,12 @@ class RunRecords:
         """Print sentences."""
         for sentence in sentences:
             self._console.say(sentence)
+
+    def show(self, step: int, samples: Sequence[Sample], spread: Mapping[str, Doubles]) -> None:
+        """Print one of the kept `samples` of a step; give all, and the numbers [B] of its sequences by metric, to the sinks."""
+        if samples:
+            self.say(*lines_of(samples[(step - 1) % len(samples)], step=step))
+        self._sinks.show(step, samples, spread)
 
     def add(self, *metrics: dict[str, Metric]) -> None:
         """Add metrics to the step's."""
@@ -106,6 +117,7 @@ class RunRecords:
         values = self.so_far()
         self._metrics, self.logged_steps = [], step
         self._sinks.log(step, values)
+        write_spans(self._run.directory, (span for source in self.spans for span in source.take()))
         self._console.row(step, values)
         goes_on = 0 < step < self._run.num_steps
         if goes_on and self._report_interval and not step % self._report_interval and not self._reports():

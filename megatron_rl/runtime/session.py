@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
-from megatron_rl.checkpoints.run_checkpoints import SETTINGS_FILE, newest_checkpoint
+from megatron_rl.checkpoints.run_checkpoints import newest_checkpoint
 from megatron_rl.config.derived import dtype_name, one_reward
 from megatron_rl.config.load import dump_settings
 from megatron_rl.config.settings import ModelSettings, Settings
@@ -23,7 +23,7 @@ from megatron_rl.models.read_spec import read_model_spec
 from megatron_rl.observe.console import SUPERVISED_COLUMNS, RunConsole, rl_columns
 from megatron_rl.observe.memory import PeakMemory
 from megatron_rl.observe.sinks import Sinks
-from megatron_rl.observe.summary import SUMMARY_FILE, asked_to_end, signal_of
+from megatron_rl.observe.summary import SETTINGS_FILE, SUMMARY_FILE, asked_to_end, signal_of
 from megatron_rl.observe.timing import PhaseTimer
 from megatron_rl.rollout.manager import RolloutManager, reward_log
 from megatron_rl.runtime.cluster import cluster_capability, cluster_device_kind

@@ -70,6 +70,7 @@ class StartReport:
             yield
         self._seconds[name] = time.perf_counter() - start_s
         self._timer.add(f"start_{name.lower().replace(' ', '_')}", self._seconds[name])
+        self._timer.spans.add("driver", f"start: {name}", seconds=self._seconds[name])
 
     def follow(self, name: str, futures: "Sequence[Future[Any]]") -> None:
         """Show the wait for all of `futures`, together called `name`; return at once."""

@@ -24,6 +24,7 @@ from megatron_rl.data.token_values import NOTHING_RECORDED, TokenValues
 from megatron_rl.engines.engine import free_port
 from megatron_rl.errors import UserError
 from megatron_rl.observe.metrics import Metric, merge_metrics
+from megatron_rl.observe.spans import Span, Spans
 from megatron_rl.runtime.cluster import Reservation, enter_directory, gpu_order, own_gpus
 from megatron_rl.runtime.watchdog import Watchdog
 from megatron_rl.system.deadlines import RANK_ANSWER_S, RANKS_START_S
@@ -101,10 +102,13 @@ class TrainerWorker:
                 f"a plug-in of the objective raised SystemExit({error.code!r}) in {method}, needs to return, or to raise an Exception"
             ) from error
 
-    def train(self, shard: Shard, *, rows: Collection[int], expected: Expected | None) -> tuple[list[dict[str, Metric]], TokenValues]:
-        """Train on this rank's shard; return its shares of the metrics and of the values of the sequences `rows`."""
+    def train(
+        self, shard: Shard, *, rows: Collection[int], expected: Expected | None
+    ) -> tuple[list[dict[str, Metric]], TokenValues, list[Span]]:
+        """Train on this rank's shard; return its shares of the metrics and of the values of the sequences `rows`, and its spans."""
+        assert self._trainer is not None, "started before"
         record = TokenRecord(shard, rows)
-        return self.call("train_shard", shard, expected=expected, record=record), record.values()
+        return self.call("train_shard", shard, expected=expected, record=record), record.values(), self._trainer.spans.take()
 
     def open_sender(self, plan: SenderPlan, *, rank: int) -> None:
         """Open this rank's end of the transport to the engines."""
@@ -125,7 +129,7 @@ class TrainerGroup:
         self._watchdog = watchdog
         # Of every rank, once all have started.
         self._dp_ranks: list[int] = []
-        self.recorded = NOTHING_RECORDED
+        self.recorded, self.spans = NOTHING_RECORDED, Spans()
         self._checked: Path | None = None
         self._deaths: list[Future[None]] = []  # of every process, also one that never ran on a node that is lost
         self._holds: list[Future[None]] = []  # the same by rank, once all processes run
@@ -218,8 +222,10 @@ class TrainerGroup:
         stored = [ray.put(shard) for shard in shards]
         ranks = zip(self.workers, self._dp_ranks, strict=True)
         refs = [worker.train.remote(stored[dp_rank], rows=rows, expected=expected) for worker, dp_rank in ranks]
-        metrics, values = zip(*self._wait(refs, name=f"training of step {step + 1}"), strict=True)
+        metrics, values, spans = zip(*self._wait(refs, name=f"training of step {step + 1}"), strict=True)
         self.recorded = TokenValues.joined(values)
+        for rank, each in enumerate(spans):
+            self.spans.extend(each, who=f"rank {rank}")
         return [merge_metrics(shares) for shares in zip(*metrics, strict=True)]
 
     def apply(self, function: Callable[..., Any], /, **arguments: Any) -> list[Any]:

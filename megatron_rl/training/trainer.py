@@ -26,6 +26,7 @@ from megatron_rl.models.hf_weights import export_hf_weights
 from megatron_rl.models.read_spec import read_model_spec
 from megatron_rl.models.weight_table import tensor_shapes
 from megatron_rl.observe.metrics import Metric
+from megatron_rl.observe.spans import Spans
 from megatron_rl.plugins.loader import load
 from megatron_rl.training import passes
 from megatron_rl.training.advantages import TokenData, make_token_data, needs_old_log_probs, values_before
@@ -86,7 +87,7 @@ class Trainer:
         self._device, self._owns_group = join(self._topology, meeting or Meeting(), timeout_s=step_deadline_s(model), seed=seed)
         self._waiting: tuple[Gradients, Gradients | None] | None = None
         self._saving: Saving | None = None
-        self._host_copies = HostCopies()
+        self._host_copies, self.spans = HostCopies(), Spans()  # the parts of each `train_shard`
         with ExitStack() as undo:
             # A process without a complete rank must not stay in the groups.
             undo.callback(self.close)
@@ -148,10 +149,8 @@ class Trainer:
         weights: AbstractContextManager[None] = nullcontext()
         if reference:
             if self._reference is None:
-                raise UserError(
-                    "log_probs of the reference were asked for, but no term of this objective reads them, so that its weights are not "
-                    "kept; set a KL coefficient, or training.reference_interval"
-                )
+                unread = "log_probs of the reference were asked for, but no term of this objective reads them, so it is not kept"
+                raise UserError(f"{unread}; set a KL coefficient, or training.reference_interval")
             # Another model has its own routing.
             policy, weights = dataclasses.replace(policy, replays_routing=False), self._reference.in_place()
             self._let_go_of_state()
@@ -164,8 +163,7 @@ class Trainer:
         The weights are the current or the initial `reference` ones, `temperature` by default the
         trainer's. Each data-parallel rank computes a share. Raises UserError for different batches.
 
-        Example: `dataclasses.replace(batch, old_log_probs=trainer.log_probs(batch))` before several
-        steps.
+        Before several steps: `replace(batch, old_log_probs=trainer.log_probs(batch))`.
         """
         micro_batches, given = self._shared_micro_batches(batch), {} if temperature is None else {"temperature": temperature}
         return shares_of_data_parallel(self._log_probs(len(batch.tokens), micro_batches, reference=reference, **given))
@@ -178,8 +176,7 @@ class Trainer:
     def values(self, batch: TrainBatch) -> Floats:
         """Return the critic's values [T], reward units, before each token.
 
-        A sequence's first token has any number. Raises UserError without a critic, and when the
-        ranks have different batches.
+        A first token has any number. Raises UserError without a critic, and for unequal batches.
         """
         if self.critic is None:
             raise UserError("values were asked for, but only objective.advantage.kind gae has a critic; choose it")
@@ -211,15 +208,19 @@ class Trainer:
     def train_shard(self, shard: Shard, *, expected: Expected | None = None, record: TokenRecord | None = None) -> list[dict[str, Metric]]:
         """Train on this rank's `shard`; return its share of the metrics. `record` gets its tokens' values. Raises ParityError."""
         self._let_go_of_state()
-        parts, data = self._prepare(shard, record, entropy=None if expected is None else expected.entropy)
-        metrics = []
+        with self.spans.measure("log-probs, advantages"):
+            parts, data = self._prepare(shard, record, entropy=None if expected is None else expected.entropy)
+        metrics, measure = [], self.spans.measure
         for number, (part, totals) in enumerate(zip(parts, shard.totals, strict=True)):
             known = expected if not number or data.old_log_probs is not None else None  # by the engines' weights
-            gradients = self._steps.forward_backward(part, totals, data, expected=known)
-            metrics.append({**gradients.metrics, **self._steps.apply(gradients)})
+            with measure("forward, backward", count=totals.num_sequences):
+                gradients = self._steps.forward_backward(part, totals, data, expected=known)
+            with measure("optimizer"):
+                metrics.append({**gradients.metrics, **self._steps.apply(gradients)})
             if self.critic is not None:
-                gradients = self.critic.forward_backward(part, totals, data, number=gradients.number)
-                metrics[-1] |= {**gradients.metrics, **self.critic.apply(gradients)}
+                with measure("critic"):
+                    gradients = self.critic.forward_backward(part, totals, data, number=gradients.number)
+                    metrics[-1] |= {**gradients.metrics, **self.critic.apply(gradients)}
         if self.critic is not None:
             metrics[0] |= self.critic.judge(shard.batch, data)
         return metrics
@@ -380,8 +381,8 @@ class Trainer:
 
         Changes are of hyperparameters: the settings' are taken. The reference stays the settings'
         model. With `weights_only` the optimizer starts anew. `checked`, on every rank: all files
-        were compared with the manifest. A waiting gradient is dropped. Raises UserError when there
-        is no checkpoint, or one with changed files, of another model, or without optimizer state.
+        were compared with the manifest. A waiting gradient is dropped. Raises UserError without a
+        checkpoint, or for changed files, another model or no optimizer state.
         """
         self._let_go_of_state()
         self._waiting = None
@@ -391,10 +392,9 @@ class Trainer:
 
     def save_hf(self, directory: Path | str, *, max_shard_bytes: int = MAX_SHARD_BYTES, durable: bool = True) -> None:
         """Write the policy as a Hugging Face directory, in files of at most `max_shard_bytes`.
-        Raises UserError on failure.
 
         Layers of multi-token prediction are not trained: their weights come from model.path and are
         named in manifest.json. A directory that is not `durable` is for engines alone: without such
-        layers, and not safe from a power failure.
+        layers, and not safe from a power failure. Raises UserError on failure.
         """
         Saving(policy=self._policy_files(Path(directory), staged=False, max_shard_bytes=max_shard_bytes, durable=durable)).finish()

@@ -141,6 +141,8 @@ class WeightSync:
         transport, members = connection.transport, connection.membership.members
         checked = self._check_interval > 0 and (self._num_checked <= transport.deltas or version % self._check_interval == 0)
         sending = _named(self._ranks.begin_send(version=version, checked=checked))
+        for rank, sent in enumerate(sending.values()):
+            sent.add_done_callback(partial(self._note_sent, f"rank {rank}", time.perf_counter()))
         expected = asyncio.ensure_future(_checksums(sending)) if checked else None
         receiving: dict[EngineClient, asyncio.Future[tuple[float, float, float]]] = {}
         what = f"weight sync to version {version}"
@@ -177,6 +179,9 @@ class WeightSync:
                 return None
         self._num_checked += checked
         return _parts([rank.result() for rank in sending.values()], [engine.result() for engine in receiving.values()])
+
+    def _note_sent(self, rank: str, begun_s: float, _: "asyncio.Future[Sent]") -> None:
+        self._pool.spans.add(rank, "send weights", seconds=time.perf_counter() - begun_s)
 
     async def _has_lost_a_rank(self, members: Sequence[EngineClient]) -> bool:
         """Return True when a rank dies within DEATH_S seconds, and no engine: then what engines raise is no fault of theirs."""
@@ -263,18 +268,20 @@ class WeightSync:
         finally:
             _end(tasks.values())
 
-    @staticmethod
     async def _update(
-        transport: WeightTransport, client: EngineClient, version: int, expected: "asyncio.Future[Mapping[str, int]] | None"
+        self, transport: WeightTransport, client: EngineClient, version: int, expected: "asyncio.Future[Mapping[str, int]] | None"
     ) -> tuple[float, float, float]:
         """Return the seconds of the pause, of taking and comparing the weights, and of going on."""
-        clock_s = [time.perf_counter()]
+        clock_s, measure = [time.perf_counter()], partial(self._pool.spans.measure, who=f"engine {client.address.url}")
         try:
-            await client.pause("retract")
+            with measure("pause"):
+                await client.pause("retract")
             clock_s.append(time.perf_counter())
-            await transport.deliver(client, version=version, expected=None if expected is None else asyncio.shield(expected))
+            with measure("take weights"):
+                await transport.deliver(client, version=version, expected=None if expected is None else asyncio.shield(expected))
             clock_s.append(time.perf_counter())
-            await client.resume()
+            with measure("resume"):
+                await client.resume()
         except BaseException:
             transport.give_up(client, version=version)
             raise

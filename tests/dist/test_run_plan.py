@@ -152,6 +152,16 @@ def test_large_models(model_spec: Callable[[str], Any], run_settings: Callable[.
     assert (plan.peak <= plan.gpu.memory_bytes) == fits
 
 
+def test_the_layout_page_has_these_numbers() -> None:
+    page = (Path(__file__).parents[2] / "examples" / "layout" / "README.md").read_text()
+    rows = {line for line in page.splitlines() if (line.startswith("| ") and " × " in line and "-80" in line) or "-141" in line}
+    assert rows == {
+        f"| {model} | {topology['num_ranks']} × {gpu} | {topology['tp']} | {topology['pp']} | {topology['ep']} | {peak} | "
+        f"{'yes' if fits else 'no'} |"
+        for model, gpu, topology, _, peak, fits in LARGE.values()
+    }
+
+
 def test_a_model_that_one_gpu_cannot_hold_has_no_layout(model_spec: Callable[[str], Any], run_settings: Callable[..., Settings]) -> None:
     with pytest.raises(UserError, match=r"no layout of 1 GPU of type H100-80 fits; by estimate the smallest, 1 rank = tp 1") as caught:
         best_layouts(run_settings(), model_spec("Qwen3-8B"), gpu=GPU, num_gpus=1)

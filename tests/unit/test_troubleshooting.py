@@ -15,7 +15,9 @@ from megatron_rl.config.load import load_settings
 from megatron_rl.evaluation.graded_answers import Answer, AnswerFile
 from megatron_rl.observe.advice import advise
 from megatron_rl.observe.summary import Summary, write_summary
+from megatron_rl.report import curves
 from megatron_rl.report import page as page_module
+from megatron_rl.report.curves import Panel
 from megatron_rl.types import Prompt, Sample
 
 ROOT = Path(__file__).parents[2]
@@ -70,7 +72,21 @@ def test_the_runs_of_the_page_have_their_faults_alone(tmp_path: Path) -> None:
         assert settings.data.train in files
     assert directories == [*FAULTS, "collapse", "stale"] and trained[-1] == ["megatron-rl", "status", "runs/broken"]
     scripts = [words[1:] for words in MAKING if words[0] == "python"]
-    assert [words[1:] for words in scripts] == [["runs/arithmetic/task"]] * 2 and all((ROOT / words[0]).exists() for words in scripts)
+    assert [words[1:] for words in scripts] == [["runs/arithmetic/task"]] * 2 + [["runs/broken", "curves.png"]]
+    assert all((ROOT / words[0]).exists() for words in scripts)
+
+
+def test_the_picture_has_a_panel_for_each_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*FAULTS.values(), "stale"):
+        (tmp_path / name).mkdir()
+        rows = [json.dumps({"step": int(step), **row}) for step, row in RUNS[name].items()]
+        (tmp_path / name / "metrics.jsonl").write_text("".join(f"{row}\n" for row in rows))
+    drawn: list[Panel] = []
+    monkeypatch.setattr(curves, "_draw_panel", lambda axis, panel, steps: drawn.append(panel))
+    main_of = runpy.run_path(str(ROOT / "examples" / "troubleshooting" / "draw_curves.py"))["main"]
+    main_of(tmp_path, tmp_path / "curves.png")
+    assert [panel.title for panel in drawn] == sorted((*FAULTS.values(), "stale")) and (tmp_path / "curves.png").stat().st_size
+    assert drawn[-1].curves["reward"] == "wrong_template/rollout/reward" and '<img src="curves.png"' in PAGE
 
 
 def test_a_page_has_the_sentence_of_each_fault() -> None:

@@ -29,9 +29,9 @@ BROKEN = {
     "wrong_template": r"9\d% of groups have the reward 0.0 alone .*: 8\d% of responses do not end; mend data.prompt_key or the chat",
     "no_label": "100% of groups have the reward 0.0 alone .*: no prompt has a label; set data.label_key",
     "blind_reward": r"100% of groups have the reward 0.0 alone .*: \d\d% of answers have their label in them; mend reward.function",
-    "high_rate": r"the reward has fallen from 0.462 to 0.127: lower training.optimizer.lr \(0.005 now\)",
-    "collapse": "entropy has collapsed to 22% of the first steps': .*objective.entropy.coef",
-    "stale": "tokens made 2.5 versions ago are worth 28% of their number.*: lower rollout.max_staleness or training.optimizer.lr",
+    "high_rate": r"the reward has fallen from 0.462 to 0.127 \(since step 10\): lower training.optimizer.lr \(0.005 now\)",
+    "collapse": "entropy has collapsed to 22% of the first steps' .since step 12.: .*objective.entropy.coef",
+    "stale": "tokens made 2.5 versions ago are worth 28% .* .since step 8.: lower rollout.max_staleness or training.optimizer.lr",
 }
 """What is said of the runs of examples/troubleshooting, whose page repeats it."""
 LATE = WaitState(name="training of step 9", owners=("Megatron rank 1",), seconds=60, usual_s=5, deadline_s=3600, late=True)
@@ -116,7 +116,7 @@ def test_no_broken_run_is_told_to_change_its_prompts_meanwhile(name: str) -> Non
 def test_a_run_with_a_slowed_engine() -> None:
     """Rows of a run in which one of two engines had a quarter of its time."""
     (sentence,) = advise(RUNS["slow_engine"])
-    assert re.fullmatch(r"one engine takes 2\.\d times as long for a token as the fastest: .*", sentence)
+    assert re.fullmatch(r"one engine takes 2\.\d times as long for a token as the fastest .since step 6.: .*", sentence)
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -170,7 +170,7 @@ def test_no_reward_for_answers_that_are_cut_is_one_sentence() -> None:
 def test_two_roles_with_a_reward_each_are_not_without_reward() -> None:
     roles = {step: {**row, "rollout/zero_variance_fraction/1.0": 0.95, "rollout/reward": 0.0} for step, row in BARREN.items()}
     (sentence,) = advise(roles)
-    assert "95% of groups have one reward and teach nothing: " in sentence
+    assert "95% of groups have one reward and teach nothing (from the start): " in sentence
 
 
 def rewarded(rewards: list[float], **others: float) -> Rows:
@@ -181,7 +181,7 @@ def rewarded(rewards: list[float], **others: float) -> Rows:
 
 def test_a_reward_has_fallen_by_more_than_its_noise() -> None:
     """By medians of five: from 0.8 to 0.5 a quarter of 0.8 is lost, and three times the median change of 0.1 are not."""
-    assert advise(rewarded([0.8] * 5 + [0.5] * 5))[0].startswith("the reward has fallen from 0.8 to 0.5: lower training.optimizer.lr")
+    assert advise(rewarded([0.8] * 5 + [0.5] * 5))[0].startswith("the reward has fallen from 0.8 to 0.5 (since step 8): lower training")
     assert advise(rewarded([0.8] * 5 + [0.61] * 5)) == (), "less than a quarter"
     assert advise(rewarded([0.3, 0.2, 0.3, 0.2, 0.3, 0.1, 0.0, 0.1, 0.0, 0.1])) == (), "0.2 with a noise of 0.1"
     assert advise(rewarded([-1.0] * 5 + [-1.5] * 5)) and advise(rewarded([-1.0] * 5 + [-1.2] * 5)) == ()
@@ -227,6 +227,19 @@ def test_equal_rewards_are_blamed_where_groups_are_compared() -> None:
     assert said["dapo"][0].endswith("harder prompts"), "a run that resamples is not told to"
     (barren,) = advise(BARREN, one_reward="teaches")
     assert "-1.0 alone" in barren, "one reward everywhere teaches no estimator"
+
+
+def test_a_sentence_has_the_step_at_which_it_began() -> None:
+    """The median of five shares is beyond its bound with the third of them; an earlier time does not count."""
+    shares = {step: 0.9 if step in (2, 3, 4) or step >= 21 else 0.0 for step in range(1, 41)}
+    rows = {step: {"rollout/truncated_fraction": share, "engine/restarts": float(step == 39)} for step, share in shares.items()}
+    restarts, cut = advise(rows)
+    assert "5 steps (since step 39): see" in restarts and cut.startswith(
+        "90% of responses are cut by the token budget (since step 23): raise"
+    )
+    assert advise({step: {"engine/kv_use_max": 0.99} for step in range(5, 12)})[0].startswith(
+        "engines fill 99% of their key-value memory (from"
+    )
 
 
 def test_failures_are_shares_of_trajectories() -> None:

@@ -89,7 +89,7 @@ def test_a_metric_beyond_its_healthy_range_is_named_once() -> None:
     for fraction in (0.05, 1.0, 1.0):
         console.row(1, {"rollout/truncated_fraction": fraction, "train/kl_reference": 9.0})
     notes = [line for line in stream.getvalue().splitlines() if line.startswith("note")]
-    assert len(notes) == 1
+    assert notes.pop(0) == "note: ! is before numbers beyond their healthy range" and len(notes) == 1
     assert all(part in notes[0] for part in ("rollout/truncated_fraction is 1,", "< 0.1", "raise max_response_tokens"))
 
 

@@ -101,6 +101,12 @@ def test_values_are_held_against_an_upper_bound(name: str, value: float, beyond:
     assert is_beyond_healthy(name, value) == beyond
 
 
+def test_the_reference_is_the_table() -> None:
+    text = Path(metrics.__file__).with_name("METRICS.md").read_text(encoding="utf-8")
+    assert text == metrics.reference(), "write METRICS.md anew by the command in it"
+    assert re.findall(r"^- `([^`]+)` ", text, re.MULTILINE) == list(METRICS) and max(map(len, text.splitlines())) <= 100
+
+
 def test_the_readme_shows_lines_of_the_table() -> None:
     readme = Path(metrics.__file__).with_name("README.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `([^`]+/[^`]+)` \| (.*) \| (.*) \|$", readme, re.MULTILINE)

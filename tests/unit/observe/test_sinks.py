@@ -3,14 +3,17 @@ import math
 import resource
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron_rl.config.settings import ObserveSettings
 from megatron_rl.errors import UserError
 from megatron_rl.observe.sinks import METRICS_FILE, Sinks, read_metrics
+from megatron_rl.types import Prompt, Reward, RewardOutcome, Sample
 
 
 def test_json_lines_are_readable_while_the_run_goes_on(tmp_path: Path) -> None:
@@ -108,8 +111,38 @@ def test_tensorboard_gets_every_scalar(tmp_path: Path) -> None:
     assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(3, 0.5), (4, 0.25)]
 
 
+def sample(text: str, reward: float | None) -> Sample:
+    made = Sample.written(Prompt("0-7", np.array([1]), "# two\x1b[31m", label="4"), [1, 2], text=text)
+    return replace(made, reward=None if reward is None else Reward(RewardOutcome.SCORED, reward))
+
+
+SPREAD = {"rollout/reward": np.array([0.0, 1.0, 1.0, np.nan]), "rollout/response_length": np.array([np.nan])}
+
+
+def test_tensorboard_gets_texts_histograms_and_settings(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing import event_accumulator as accumulators
+
+    with Sinks(tmp_path, ObserveSettings(), config={"run": {"seed": 3}}) as sinks:
+        sinks.show(4, [sample("<b>five</b>\n* six", 0.5), sample("seven", None)], SPREAD)
+        sinks.show(5, [], {})
+    events = accumulators.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert events.Tags()["histograms"] == ["rollout/reward_histogram"], "nothing finite, no histogram"
+    (histogram,) = events.Histograms("rollout/reward_histogram")
+    value = histogram.histogram_value
+    assert (histogram.step, value.min, value.max, value.num, value.sum, value.sum_squares) == (4, 0.0, 1.0, 3, 2.0, 2.0)
+    assert [(limit, count) for limit, count in zip(value.bucket_limit, value.bucket, strict=True) if count] == [(1 / 30, 1), (1.0, 2)]
+    assert events.SummaryMetadata("samples").plugin_data.plugin_name == "text"
+    (settings,), (texts,) = events.Tensors("settings"), events.Tensors("samples")
+    assert settings.step == 0 and b'"seed": 3' in settings.tensor_proto.string_val[0]
+    lines = texts.tensor_proto.string_val[0].decode().splitlines()
+    assert texts.step == 4 and all(line.startswith("    ") for line in lines), "code alone: nothing is markup"
+    prompt = ["prompt", "#", "two\\x1b[31m"]
+    assert [line.split() for line in lines if "<b>" in line or "\\x1b" in line] == [prompt, ["answer", "<b>five</b>"], prompt]
+
+
 class FakeWandb(types.ModuleType):
-    """The three calls of wandb that are made, recorded."""
+    """The calls of wandb that are made, recorded."""
 
     def __init__(self) -> None:
         super().__init__("wandb")
@@ -126,6 +159,12 @@ class FakeWandb(types.ModuleType):
     def finish(self) -> None:
         self.calls.append("finish")
 
+    def Table(self, **arguments: Any) -> Any:
+        return arguments
+
+    def Histogram(self, numbers: Any) -> Any:
+        return numbers.tolist()
+
 
 def test_wandb_run_is_continued_on_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeWandb()
@@ -137,6 +176,17 @@ def test_wandb_run_is_continued_on_resume(tmp_path: Path, monkeypatch: pytest.Mo
     assert first["project"] == "p" and first["id"] is None and first["config"] == {"a": 1} and first["name"] == tmp_path.name
     assert logged == (1, {"train/loss": 0.5}) and finished == "finish"
     assert second["id"] == "abc" and second["resume"] == "allow"
+
+
+def test_wandb_gets_tables_histograms_and_the_name_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", fake := FakeWandb())
+    monkeypatch.setenv("WANDB_NAME", "mine")
+    with Sinks(tmp_path, ObserveSettings(wandb_project="p")) as sinks:
+        sinks.show(4, [sample("five", 0.5)], SPREAD)
+    begun, (step, sent), _ = fake.calls
+    assert begun["name"] == "mine" and step == 4 and sent["rollout/reward_histogram"] == [0.0, 1.0, 1.0]
+    assert sent["samples"]["data"] == [[4, "0-7", "# two\\x1b[31m", "4", "five", 0.5, 2, "stop"]]
+    assert len(sent["samples"]["columns"]) == 8 and len(sent) == 2
 
 
 def test_a_sink_whose_package_is_missing_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

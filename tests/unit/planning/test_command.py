@@ -1,12 +1,16 @@
 import json
+import re
+import shlex
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megatron_rl.config.gpus import GPUS
 from megatron_rl.config.load import Words, load_settings
+from megatron_rl.config.settings import Settings
 from megatron_rl.errors import UserError
 from megatron_rl.planning.command import plans, read_spec, shares, split_model
 
@@ -57,6 +61,32 @@ def test_what_does_not_fit_is_told_to_scripts_too(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(command, "remedy", lambda *_, **__: "the trainer fits with x=1")
     assert main(["plan", str(CONFIGS / "Qwen3-4B.json"), "--gpus", "4", "--tp", "2"]) == 2
     assert "does not fit: 3 of 2\nthe trainer fits with x=1\n" in capsys.readouterr().out
+
+
+def test_the_commands_of_the_layout_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_rl.cli import main
+    from megatron_rl.planning import command
+
+    examples, asked = Path(__file__).parents[3] / "examples", list[tuple[Any, ...]]()
+    page = (examples / "layout" / "README.md").read_text()
+    *planned, dry = [shlex.split(line) for line in re.findall(r"```bash\n(.*?)```", page, re.DOTALL)[0].splitlines()]
+    assert dry[:2] == ["bash", "examples/launch/qwen3-4b.sh"] and dry[-1] == "--dry-run", "tests/e2e/test_launch.py runs all of these"
+
+    def plan(settings: Settings, *_: object, **__: object) -> Any:
+        topology = settings.training.topology
+        asked.append((settings.model.path.stem, topology.num_ranks, topology.tp, topology.ep, settings.runtime.colocate))
+        return SimpleNamespace(fits=True, peak=0, lines=lambda: ["fits"])
+
+    monkeypatch.setattr(command, "plan_run", plan)
+    monkeypatch.setattr(command, "_best", lambda shared, *_, **__: [(shared[0], plan(shared[0]))])
+    for program, name, model, *words in planned:
+        assert (program, name) == ("megatron-rl", "plan")
+        assert main(["plan", str(CONFIGS / f"{Path(model).name}.json"), *words]) == 0
+    assert asked == [("Qwen3-8B", 4, 1, 1, False), ("Qwen3-8B", 4, 2, 1, False), ("Qwen3-30B-A3B", 16, 1, 8, True)]
+    launched = (examples / "launch" / "README.md").read_text()
+    for model, layout, gib in (("Qwen3-4B", "dp 8", 39), ("Qwen3-8B", "tp 2 dp 2", 53), ("Qwen3-30B-A3B", "tp 2 dp 8 ep 8", 57)):
+        (row,) = [line for line in launched.splitlines() if f"| {model} |" in line]
+        assert f": {layout} |" in row and f"| {gib} GiB |" in row and f"{layout}, {gib} GiB" in " ".join(page.split())
 
 
 def test_a_settings_file_is_planned_as_it_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

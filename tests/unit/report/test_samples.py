@@ -3,12 +3,15 @@ import gzip
 import io
 import json
 import math
+import sqlite3
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from written_run import NASTY, branched, byte_tokenizer, encode, group, write_buffer
+import tokenizers
+from written_run import NASTY, branched, byte_tokenizer, encode, group, write_buffer, write_run
 
 from megatron_rl.data.buffer import BUFFER_FILE, Buffer
 from megatron_rl.errors import UserError
@@ -99,6 +102,21 @@ def test_samples_in_a_terminal_are_escaped_and_ranked(tmp_path: Path, monkeypatc
     assert sum(line.startswith("reward") for line in whole) == 3 and whole[-1].startswith("failed: error: headline </script>")
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
     assert any("middle \\xe9" in line for line in printed_samples(tmp_path, step=1, worst=3, best=0, group=None))
+
+
+def test_a_terminal_shows_special_tokens(tmp_path: Path) -> None:
+    write_run(tmp_path, [[group("a", ["42"], [1.0])]])
+    file = tmp_path / "model" / "tokenizer.json"
+    tokenizer = tokenizers.Tokenizer.from_file(str(file))
+    tokenizer.add_special_tokens([tokenizers.AddedToken("<|end|>", special=True)])
+    tokenizer.save(str(file))
+    ids = np.array([*encode("42"), tokenizer.token_to_id("<|end|>")], "<i4")
+    with sqlite3.connect(tmp_path / BUFFER_FILE) as connection:
+        connection.execute("UPDATE samples SET response_ids = ?", (ids.tobytes(),))
+    printed = partial(printed_samples, tmp_path, step=1, worst=0, best=1)
+    assert "    answer  42<|end|>" in list(printed(group=None)) and "    answer  42<|end|>" in list(printed(group="a"))
+    file.unlink()
+    assert "    answer  42" in list(printed(group=None)), "the text is kept without them"
 
 
 def test_mistakes_about_samples_are_sentences(tmp_path: Path) -> None:

@@ -1,10 +1,13 @@
 """What `megatron-rl status` says of directories of runs: of this machine, of others, and of dead ones."""
 
 import json
+import math
 import os
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from megatron_rl.cli import main
 from megatron_rl.observe.live_state import STATUS_FILE, EngineState, LiveState, PhaseState, StatusFile, WaitState
 from megatron_rl.observe.summary import Summary, write_summary
 from megatron_rl.report import status
+from megatron_rl.report.prometheus import exposition, serving
 from megatron_rl.report.status import report_status, runs_below
 from megatron_rl.system.leftovers import process_identity
 
@@ -172,3 +176,55 @@ def test_the_state_is_written_and_does_not_make_directories(tmp_path: Path) -> N
     found = report_status(directory).state
     assert found is not None and (found.waits, found.engines, found.notes, found.num_steps) == ((WAIT,), (ENGINE,), ("a",), 3)
     assert [path.name for path in directory.iterdir()] == [STATUS_FILE]
+
+
+def test_prometheus_reads_what_is_known(tmp_path: Path) -> None:
+    run, other = tmp_path / 'a "b"\\', tmp_path / "other"
+    put_state(run, waits=(WAIT, replace(WAIT, seconds=90.0, late=False)))
+    put_rows(run, **{"rollout/reward": 0.25})
+    put_state(other, identity=ELSEWHERE, engines=())
+    put_summary(other, "finished")
+    ended = replace(report_status(other), metrics={"a/b": math.inf, "c": math.nan})
+    text = exposition([replace(report_status(run), disk_free=7), ended])
+    name, values = str(run).replace("\\", "\\\\").replace('"', '\\"'), text.splitlines()
+    for line in (
+        f'up{{run="{name}",life="late"}} 1.0',
+        f'up{{run="{other}",life="finished"}} 0.0',
+        f'step{{run="{name}"}} 4',
+        f'wait_seconds{{run="{name}"}} 90.0',
+        f'late_waits{{run="{name}"}} 1',
+        f'disk_free_bytes{{run="{name}"}} 7',
+        f'engine_queue{{run="{name}",engine="{ENGINE.url}"}} 3',
+        f'metric{{run="{name}",name="rollout/reward"}} 0.25',
+        f'metric{{run="{other}",name="a/b"}} +Inf',
+        f'metric{{run="{other}",name="c"}} NaN',
+    ):
+        assert f"megatron_rl_{line}" in values
+    families = [line.split()[2] for line in values if line.startswith("# TYPE")]
+    assert len(set(families)) == len(families) and "megatron_rl_disk_to_come_bytes" not in families
+    assert not any("time_left" in line and str(other) in line for line in values), "a finished run has no time to come"
+
+
+def test_prometheus_is_served_on_loopback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    put_state(tmp_path)
+    with serving(0) as publish:
+        address = capsys.readouterr().out.strip()
+        assert address.startswith("http://127.0.0.1:")
+        publish([report_status(tmp_path)])
+        with urllib.request.urlopen(address, timeout=20) as answer:
+            assert "version=0.0.4" in answer.headers["Content-Type"] and b"megatron_rl_steps{" in answer.read()
+        with pytest.raises(urllib.error.HTTPError):
+            urllib.request.urlopen(address.replace("metrics", "etc"), timeout=20)
+        port = address.rpartition(":")[2].removesuffix("/metrics")
+        assert main(["status", str(tmp_path), "--serve", port]) == 2
+    assert f"--serve is {port}" in capsys.readouterr().err
+
+
+def test_status_and_samples_start_nothing_heavy(tmp_path: Path) -> None:
+    """The state of a run is asked for often, and torch and megatron-core take seconds."""
+    put_state(tmp_path)
+    put_rows(tmp_path)
+    heavy = "[name for name in ('torch', 'megatron', 'transformers', 'matplotlib') if name in sys.modules]"
+    code = f"import sys; from megatron_rl.cli import main; [main([name, '.']) for name in ('status', 'samples')]; print('heavy:', {heavy})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
+    assert "4/12 steps" in done.stdout and done.stdout.endswith("heavy: []\n")

@@ -10,11 +10,12 @@ import pytest
 import whole_run_parts
 from run_parts import Calls, Evaluations, MakeRun, Manager, Ranks, Rewards, Sync
 
-from megatron_rl.checkpoints.run_checkpoints import SETTINGS_FILE, newest_checkpoint
+from megatron_rl.checkpoints.run_checkpoints import newest_checkpoint
 from megatron_rl.config.load import dump_settings, load_settings
 from megatron_rl.config.settings import Settings
 from megatron_rl.observe.console import RunConsole
 from megatron_rl.observe.sinks import Sinks
+from megatron_rl.observe.summary import SETTINGS_FILE
 from megatron_rl.observe.timing import PhaseTimer
 from megatron_rl.report.page import report_run
 from megatron_rl.rollout import manager as manager_module

@@ -19,9 +19,10 @@ from megatron_rl.errors import DeadlineError, EngineRefusal
 from megatron_rl.evaluation.estimates import Estimate
 from megatron_rl.evaluation.evaluator import SetResult
 from megatron_rl.observe.metrics import Last, Metric, Sum
+from megatron_rl.observe.spans import Spans
 from megatron_rl.runtime.colocation import Phase
 from megatron_rl.runtime.run import Run
-from megatron_rl.types import Floats, Ints, Prompt, Reward, RewardOutcome, Sample, StopReason, TrainBatch
+from megatron_rl.types import Doubles, Floats, Ints, Prompt, Reward, RewardOutcome, Sample, StopReason, TrainBatch
 from megatron_rl.weights.sync import Prove
 
 Calls = list[tuple[Any, ...]]
@@ -38,6 +39,7 @@ class Manager:
     renewed_at = -1
     read: str | None = "synced"
     looked_at: Mapping[int, Sample] = MappingProxyType({})
+    spread: Mapping[str, Doubles] = MappingProxyType({"rollout/reward": np.array([0.5, np.nan])})
 
     def __init__(self, calls: Calls, *, fails_at: int | None, error: BaseException | None) -> None:
         self.calls = calls
@@ -133,7 +135,7 @@ class Ranks:
     recorded = NOTHING_RECORDED
 
     def __init__(self, calls: Calls, *, written: bool = True, save_error: Exception | None = None) -> None:
-        self.calls = calls
+        self.calls, self.spans = calls, Spans()
         self.written, self.save_error = written, save_error
 
     def train(self, batch: str, *, step: int, expected: Expected | None, rows: Any = ()) -> list[dict[str, Metric]]:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from run_parts import Calls, Devices, MakeRun, Manager, Ranks
+from tensorboard.backend.event_processing import event_accumulator as accumulators
 
 from megatron_rl.algorithms.entropy_aware import Draw, EntropyAware
 from megatron_rl.algorithms.rounding_limits import Expected
@@ -230,6 +231,9 @@ def test_a_run_writes_reports_meanwhile_and_prints_samples(
     (titles,) = [[line for line in lines if re.match(r"step \d+: no reward", line)]]
     assert titles == [f"step {step}: no reward, 2 tokens, ended by stop, group '0-7'" for step in (3, 6, 9)]
     assert lines.count("    prompt  two and two\\x1b[31m") == lines.count("    answer  five") == 3
+    events = accumulators.EventAccumulator(str(directory / "tensorboard"), size_guidance={"histograms": 0})
+    events.Reload()
+    assert [event.step for event in events.Histograms("rollout/reward_histogram")] == [3, 6, 9]
 
 
 def test_the_parity_that_is_needed_is_the_one_that_was_set(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:

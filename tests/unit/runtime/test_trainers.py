@@ -18,6 +18,7 @@ from megatron_rl.data.packing import Shard, make_shards
 from megatron_rl.data.token_values import TOKEN_VALUES, TokenValues
 from megatron_rl.errors import DeadlineError, UserError, WorkerDiedError
 from megatron_rl.observe.metrics import Metric, Sum, metric_values
+from megatron_rl.observe.spans import Span
 from megatron_rl.runtime import trainers as module
 from megatron_rl.runtime.trainers import TrainerGroup
 from megatron_rl.runtime.watchdog import Watchdog
@@ -91,12 +92,15 @@ class Worker:
     def call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
         return getattr(self, method)(*arguments, **keywords)
 
-    def train(self, shard: Shard, *, rows: Collection[int], expected: Expected | None) -> tuple[list[dict[str, Metric]], TokenValues]:
+    def train(
+        self, shard: Shard, *, rows: Collection[int], expected: Expected | None
+    ) -> tuple[list[dict[str, Metric]], TokenValues, list[Span]]:
         assert expected == EXPECTED
         self.shards.append(shard)
         number = int(self.gpus[0])
         losses = [{"train/loss": Sum(float(number + 10 * step))} for step in range(len(shard.steps))]
-        return losses, TokenValues(np.array(rows), np.array([number]), np.full((len(TOKEN_VALUES), 1), number, np.float32))
+        values = TokenValues(np.array(rows), np.array([number]), np.full((len(TOKEN_VALUES), 1), number, np.float32))
+        return losses, values, [Span("", "optimizer", float(number), number + 1.0)]
 
 
 def call(method: Callable[..., Any]) -> types.SimpleNamespace:
@@ -192,6 +196,7 @@ def test_an_exit_of_a_plug_in_on_a_rank_is_a_sentence() -> None:
 def test_a_rank_trains_on_its_data_parallel_sequences(group: TrainerGroup) -> None:
     batch = make_batch([4, 7, 2, 9, 3, 5, 6])
     steps, values = group.train(batch, step=3, expected=EXPECTED, rows=[2]), group.recorded
+    assert [(span.who, span.begin) for span in group.spans.take()] == [("rank 0", 9.0), ("rank 1", 10.0), ("rank 2", 4.0), ("rank 3", 5.0)]
     assert values.rows.tolist() == [2] * 4 and values.offsets.tolist() == values.values[0].tolist() == [9.0, 10.0, 4.0, 5.0]
     # The budget of a micro-batch is that of each context-parallel rank.
     expected = make_shards(batch, dp=2, optimizer_steps=2, max_tokens_per_micro_batch=6, seed=8, cp=2)

@@ -15,6 +15,7 @@ from megatron_rl.engines.engine import EngineAddress
 from megatron_rl.engines.engine_pool import EnginePool
 from megatron_rl.engines.sampling import Sampling
 from megatron_rl.observe.metrics import Last, Metric, Sum
+from megatron_rl.observe.spans import Spans
 from megatron_rl.types import Floats, Ints, StopReason, TrainBatch
 from megatron_rl.weights.sync import Prove
 
@@ -30,6 +31,7 @@ class Ranks:
 
     def __init__(self, settings: Settings, **_: object) -> None:
         self.batches: list[TrainBatch] = []
+        self.spans = Spans()
 
     def check(self, checkpoint: Path) -> None:
         assert (checkpoint / "manifest.json").is_file()
