@@ -201,9 +201,9 @@ class OwnRows:
         except (TypeError, ValueError) as error:
             raise UserError(f"{self._name} has the state {own!r:.80}, which JSON cannot hold ({error}); use plain values") from error
         settings = self._settings
-        keys = {"prompt_key": settings.prompt_key, "label_key": settings.label_field, "system_prompt": settings.system_prompt}
-        # A checkpoint of an earlier release has none.
-        keys["chat_template_kwargs"] = settings.chat_template_kwargs or None
+        keys: dict[str, Any] = {"prompt_key": settings.prompt_key, "label_key": settings.label_field}
+        # A checkpoint of an earlier release has none of the two.
+        keys |= {"system_prompt": settings.system_prompt, "chat_template_kwargs": settings.chat_template_kwargs or None}
         facts = {"source": settings.source, "args": settings.args, "seed": self._seed, **keys}
         return {**facts, "taken": self._num_taken, "seen": self._seen_step, "own": own}
 

@@ -94,7 +94,10 @@ class SqliteFile:
         """Write all of the body, or nothing where it raises; one in another's body is a part of that."""
         if self._connection.in_transaction:
             yield self._connection
-            return
+        else:
+            yield from self._own_transaction()
+
+    def _own_transaction(self) -> Iterator[sqlite3.Connection]:
         with database_errors(self.path):
             self._begin()
             try:

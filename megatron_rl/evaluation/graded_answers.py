@@ -100,7 +100,7 @@ class AnswerFile:
         self._facts = json.loads(json.dumps(facts))
         with disk_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-        then = _facts_in(self.result) if goes_on and path.exists() and path.stat().st_size else None
+        then: Any = _facts_in(self.result) if goes_on and path.exists() and path.stat().st_size else None
         kept = _whole(path, num_samples) if then == self._facts else {}
         names = {*then, *self._facts} if isinstance(then, dict) else ()
         self.changed = sorted(name for name in names if then.get(name) != self._facts.get(name))
