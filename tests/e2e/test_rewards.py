@@ -110,7 +110,7 @@ def make_judge(directory: Path, reply: str) -> Path:
         head_dim=16, max_position_embeddings=4096, tie_word_embeddings=False, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
         dtype="float32",
     )  # fmt: skip
-    model = Qwen3ForCausalLM(config)
+    model: Any = Qwen3ForCausalLM(config)
     ids = tokenizer.encode(f"\n{reply}<|im_end|>", add_special_tokens=False)
     assert len(set(ids)) == len(ids)
     with torch.no_grad():
