@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_rl.algorithms.objective import Advantages, Objective
+from megatron_rl.algorithms.unclipped_losses import Distillation
 from megatron_rl.config.data_settings import DataSettings
 from megatron_rl.config.derived import CANDIDATES_LIMIT, MOST_CANDIDATES, leaves_tokens_out
 from megatron_rl.config.eval_sets import EvalSettings
@@ -69,6 +70,11 @@ def contradictions(settings: Settings) -> list[str]:
             f"objective.distillation_coef is {objective.distillation_coef}, but model.teacher is not set, so there is nothing to learn "
             "from; set model.teacher to a Hugging Face directory, or objective.distillation_coef to 0"
         )
+    if isinstance(objective.policy_loss, Distillation):
+        found.append(
+            "objective.policy_loss is distillation, whose teacher is the reference, in a run the initial policy, from which there is "
+            "nothing to learn; choose another policy_loss, and set objective.distillation_coef and model.teacher"
+        )
     return found
 
 
@@ -91,6 +97,9 @@ def setting_notes(settings: Settings) -> list[str]:
         found.append(f"the section training.critic has no effect: objective.advantage.kind is {kind}, only gae trains a critic")
     if teacher is not None and not objective.distillation_coef:
         found.append(f"model.teacher {teacher} has no effect: objective.distillation_coef is 0")
+    floor = training.optimizer.get("min_lr")
+    if training.schedule.decay_style == "constant" and floor and floor != training.optimizer.get("lr"):
+        found.append(f"training.optimizer.min_lr {floor} has no effect: training.schedule.decay_style is constant, which never decays")
     if training.reference_interval and settings.supervised:
         found.append(f"training.reference_interval {training.reference_interval} has no effect: objective.policy_loss sft measures no KL")
     elif training.reference_interval and objective.needs_reference:

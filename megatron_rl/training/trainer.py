@@ -43,7 +43,7 @@ from megatron_rl.training.teacher import Teacher
 from megatron_rl.training.token_record import TokenRecord
 from megatron_rl.training.topology import Place, Topology, shutdown
 from megatron_rl.training.trained_model import build_trained_model, model_dtype
-from megatron_rl.training.whole_batch import check_same_everywhere, divide, merge_over_ranks
+from megatron_rl.training.whole_batch import check_same_everywhere, divide, merge_over_ranks, with_signal
 from megatron_rl.types import Floats, Shard, TrainBatch
 
 
@@ -205,7 +205,7 @@ class Trainer:
         self._refuse_waiting("train")
         check_same_everywhere(batch)
         number = self._steps.num_steps // self._training.optimizer_steps_per_batch
-        shards = divide(batch, self._training, seed=self._seed + number)
+        shards = divide(with_signal(self._objective, batch), self._training, seed=self._seed + number)
         return merge_over_ranks(self.train_shard(shards[self.dp_rank]))
 
     def train_shard(self, shard: Shard, *, expected: Expected | None = None, record: TokenRecord | None = None) -> list[dict[str, Metric]]:
@@ -237,7 +237,7 @@ class Trainer:
         self._refuse_waiting("forward_backward")
         self._let_go_of_state()
         check_same_everywhere(batch)
-        shard = divide(batch, self._training, seed=self._seed, optimizer_steps=1)[self.dp_rank]
+        shard = divide(with_signal(self._objective, batch), self._training, seed=self._seed, optimizer_steps=1)[self.dp_rank]
         (part,), data = self._prepare(shard)
         policy = self._steps.forward_backward(part, shard.totals[0], data)
         metrics, critic = dict(policy.metrics), None

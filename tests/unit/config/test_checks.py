@@ -59,6 +59,7 @@ CORRECTED = ["objective.off_policy={mode: truncate, high: 2.0}"]
         (["training.schedule={decay_style: cosine, decay_steps: 5, warmup_steps: 5}"], "set warmup_steps below 5"),
         (["training.schedule={decay_style: inverse_square_root, decay_steps: 5}"], "inverse_square_root has no end"),
         (["objective.distillation_coef=0.5"], "model.teacher is not set"),
+        (["objective.policy_loss=distillation"], "in a run the initial policy, from which there is nothing to learn; choose another"),
         (["run.num_steps=5", "training.schedule={decay_style: linear, warmup_steps: 5}"], "floor at optimizer step 5, but warms up for 5"),
         (["training.optimizer={lr: 1e-6, min_lr: 1e-5}"], "min_lr 1e-05 is above lr 1e-06"),
         (["run.num_steps=5", "objective.preset=ppo", "training.critic.warmup_steps=5"], "set training.critic.warmup_steps below 5"),
