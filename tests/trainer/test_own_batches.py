@@ -341,6 +341,27 @@ def test_the_initial_policy_is_no_teacher(make: Make) -> None:
     assert trainer.train(batch_of(rewards=REWARDS, ref_log_probs=per_token(3, -5, -1)))[0]["train/grad_norm"] > 0.01
 
 
+def test_a_resume_keeps_the_reference(make: Make, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    with_kl, frozen = Objective.of(kl={"coef": 0.1}), {"frozen": ["*.layers.0.mlp.down_proj.weight"]}
+    saved = {}
+    for name, training in {"all": {}, "some": frozen}.items():
+        trainer = make(with_kl, training=training)
+        want = trainer.log_probs(batch_of(), reference=True)
+        trainer.train(batch_of(rewards=REWARDS))
+        saved[name] = tmp_path / name
+        trainer.save(saved[name])
+    other = tiny_model(name="other", seed=9)
+    with pytest.raises(UserError, match=rf"model.path {other} have the BLAKE3 \w+, .* the KL would pull to another policy; give the"):
+        make(with_kl, path=other).load(saved["all"])
+    with pytest.raises(UserError, match=r"frozen .* freezes model\.layers\.0\.mlp\.down_proj\.weight, which was trained .* restore"):
+        make(with_kl, training=frozen).load(saved["all"])
+    for name, training in {"all": {}, "some": frozen}.items():
+        trainer = make(with_kl, training=training)
+        trainer.load(saved[name])
+        np.testing.assert_array_equal(trainer.log_probs(batch_of(), reference=True), want)
+    make(training=frozen, path=other).load(saved["all"])
+
+
 OWNERS = ("x", "y", "z", "z", "x")
 
 

@@ -249,6 +249,13 @@ def test_engines_may_hold_just_the_longest_sequence(settings_with: MakeSettings)
     assert contradictions(own) == [], "a rollout of one's own may ask for what is left"
 
 
+def test_a_floor_of_a_constant_rate_is_noted(settings_with: MakeSettings) -> None:
+    words = ["training.optimizer={lr: 1e-4, min_lr: 1e-5}"]
+    assert "training.optimizer.min_lr 1e-05 has no effect" in setting_notes(settings_with(*words))[0]
+    assert setting_notes(settings_with(*words, "training.schedule.decay_style=linear")) == []
+    assert setting_notes(settings_with("training.optimizer={lr: 1e-4, min_lr: 1e-4}")) == []
+
+
 def test_steps_of_the_policy_are_those_behind_the_critics(settings_with: MakeSettings) -> None:
     words = ["run.num_steps=9", "training.optimizer_steps_per_batch=2", "training.critic.warmup_steps=4"]
     assert [settings_with(*words, f"objective.preset={preset}").policy_steps for preset in ("ppo", "grpo")] == [14, 18]
