@@ -76,7 +76,7 @@ class Gpg(PolicyLoss):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distillation(RatioLoss):
-    """-r sg(log pi_teacher - log pi_old): policy gradient of the reverse KL to the reference model, the teacher."""
+    """-r sg(log pi_teacher - log pi_old): policy gradient of the reverse KL to a teacher, whose log-probs come with the batch."""
 
     reads_advantages: ClassVar[bool] = False
     needs_reference: ClassVar[bool] = True

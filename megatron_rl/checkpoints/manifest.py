@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -108,6 +109,13 @@ def check(directory: Path, kind: Kind, *, share: tuple[int, int] = (0, 1)) -> No
         for name, entry in zip(hashed, pool.map(entry_of, (directory / name for name in hashed)), strict=True):
             if entry != files[name]:
                 raise _damaged(directory, f"the content of {name} is not that of its manifest", kind)
+
+
+def weight_hashes(directory: Path, *, share: tuple[int, int]) -> list[str]:
+    """Return the BLAKE3 of a share (index, number) of the files with weights, from the manifest where there is one."""
+    known = read(directory).get("files", {})
+    names = [name for name in known or map(attrgetter("name"), directory.iterdir()) if name.endswith((".safetensors", ".distcp"))]
+    return [(known.get(name) or entry_of(directory / name))["blake3"] for name in sorted(names)[share[0] :: share[1]]]
 
 
 def _damaged(directory: Path, words: str, kind: Kind) -> DamagedCheckpointError:

@@ -62,11 +62,12 @@ def _cause(error: CheckpointException) -> BaseException:
     return next(iter(error.failures.values()))[0]
 
 
-def check_on_ranks(check: Callable[..., None]) -> None:
-    """Call `check(share=(rank, ranks))` on each rank; the first one's error is raised on every rank. Collective."""
+def check_on_ranks(check: Callable[..., Any]) -> list[Any]:
+    """Return `check(share=(rank, ranks))` of each rank; the first one's error is raised on every rank. Collective."""
     share = distributed.get_rank(), distributed.get_world_size()
     with ordinary_errors():
-        all_ranks().all_gather("check", lambda: check(share=share))
+        found: list[Any] = all_ranks().all_gather("check", lambda: check(share=share))
+    return found
 
 
 def _chunk_key(index: int, count: int) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_rl.algorithms.objective import Advantages, Objective
+from megatron_rl.algorithms.unclipped_losses import Distillation
 from megatron_rl.config.data_settings import DataSettings
 from megatron_rl.config.derived import CANDIDATES_LIMIT, MOST_CANDIDATES, leaves_tokens_out
 from megatron_rl.config.eval_sets import EvalSettings
@@ -67,6 +68,11 @@ def contradictions(settings: Settings) -> list[str]:
         found.append(
             f"objective.distillation_coef is {objective.distillation_coef}, but model.teacher is not set, so there is nothing to learn "
             "from; set model.teacher to a Hugging Face directory, or objective.distillation_coef to 0"
+        )
+    if isinstance(objective.policy_loss, Distillation):
+        found.append(
+            "objective.policy_loss is distillation, whose teacher is the reference, in a run the initial policy, from which there is "
+            "nothing to learn; choose another policy_loss, and set objective.distillation_coef and model.teacher"
         )
     return found
 

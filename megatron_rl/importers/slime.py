@@ -201,20 +201,7 @@ def _objective(t: Translation) -> None:
         t.settings["objective.advantage.lam"] = float(t.number("lambd", 1.0))
     if estimator in ("ppo", "reinforce_plus_plus"):
         t.settings["objective.advantage.gamma"] = float(t.number("gamma", 1.0))
-    kind = t.take("kl-loss-type") or "k1"
-    kind = KL_ESTIMATORS.get(kind, kind)
-    coef, uses = t.number("kl-loss-coef", 0.0), t.flag("use-kl-loss")
-    if uses and coef:
-        t.settings |= {"objective.kl.coef": coef, "objective.kl.estimator": kind}
-        if t.flag("use-unbiased-kl"):
-            t.settings["objective.kl.unbiased"] = True
-    elif uses:
-        # The KL is measured and not trained on.
-        t.settings["training.reference_interval"] = 1
-    if (coef := t.number("kl-coef", 0.0)) and estimator in ("grpo", "gspo", "cispo"):
-        t.left[f"kl-coef {coef}"] = f"{estimator} does not read it there; nearest: objective.kl"
-    elif coef:
-        t.settings |= {"objective.kl_reward.coef": coef, "objective.kl_reward.estimator": kind}
+    _kl(t, estimator)
     if coef := t.number("entropy-coef", 0.0):
         t.settings |= {"objective.entropy.coef": coef, "objective.entropy.mode": "matched"}
     if t.flag("use-tis"):
@@ -231,6 +218,24 @@ def _objective(t: Translation) -> None:
         t.settings["objective.policy_loss"] = "sft"
     elif loss != "policy_loss":
         t.left[f"loss-type {loss}"] = "nearest: objective.policy_loss, or a plug-in"
+
+
+def _kl(t: Translation, estimator: str) -> None:
+    """Translate the KL to the reference, of the loss and of the reward."""
+    kind = t.take("kl-loss-type") or "k1"
+    kind = KL_ESTIMATORS.get(kind, kind)
+    coef, uses = t.number("kl-loss-coef", 0.0), t.flag("use-kl-loss")
+    if uses and coef:
+        t.settings |= {"objective.kl.coef": coef, "objective.kl.estimator": kind}
+        if t.flag("use-unbiased-kl"):
+            t.settings["objective.kl.unbiased"] = True
+    elif uses:
+        # The KL is measured and not trained on.
+        t.settings["training.reference_interval"] = 1
+    if (coef := t.number("kl-coef", 0.0)) and estimator in ("grpo", "gspo", "cispo"):
+        t.left[f"kl-coef {coef}"] = f"{estimator} does not read it there; nearest: objective.kl"
+    elif coef:
+        t.settings |= {"objective.kl_reward.coef": coef, "objective.kl_reward.estimator": kind}
 
 
 def _batches(t: Translation) -> None:

@@ -7,6 +7,7 @@ import numpy as np
 
 from megatron_rl.algorithms.objective import Objective
 from megatron_rl.algorithms.return_advantage import GaeAdvantage
+from megatron_rl.algorithms.unclipped_losses import Distillation
 from megatron_rl.config.settings import ModelSettings
 from megatron_rl.errors import UserError
 from megatron_rl.models.model_spec import ModelSpec
@@ -61,6 +62,11 @@ def check_batch(objective: Objective, batch: TrainBatch, *, rewards: Doubles, tr
         if given:
             raise UserError(f"TrainBatch.{given[0]} has no effect with objective.policy_loss {objective.policy_loss.kind}; leave it out")
         return
+    if isinstance(objective.policy_loss, Distillation) and batch.ref_log_probs is None:
+        raise UserError(
+            "objective.policy_loss distillation got no TrainBatch.ref_log_probs, needs those of a teacher: the trainer's own reference is "
+            "the initial policy, from which there is nothing to learn; give them, or set objective.distillation_coef and model.teacher"
+        )
     proximal = objective.proximal
     for name, reads in (("off_policy", objective.off_policy is not None), (f"proximal {proximal}", proximal != "recomputed")):
         if reads and batch.rollout_log_probs is None:
@@ -128,8 +134,8 @@ def _check_advantages(objective: Objective) -> None:
                 f"objective.{name} {coef} changes the advantages, but TrainBatch.advantages are used as they are; put it into them and "
                 f"leave objective.{name} out, or leave advantages out"
             )
-    if objective.zero_variance == "mask_kl":
+    if objective.zero_variance != "keep":
         raise UserError(
-            "objective.zero_variance mask_kl goes by the rewards of a group, but TrainBatch.advantages is given in their place; "
-            "leave advantages out, or set zero_variance to keep"
+            f"objective.zero_variance {objective.zero_variance} goes by the rewards of a group, but TrainBatch.advantages is given in "
+            "their place; leave advantages out, or set zero_variance to keep"
         )

@@ -1,13 +1,23 @@
 """Weights of a reference or a teacher: at rest in host memory, in a model only during a pass."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
+from blake3 import blake3
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
+from megatron_rl.checkpoints import manifest
+from megatron_rl.checkpoints.training_state import check_on_ranks
+from megatron_rl.errors import UserError
+from megatron_rl.models.freezing import frozen_rules
 from megatron_rl.models.hf_weights import expert_biases
+from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.training.offload import piece_sizes
 
 
@@ -63,6 +73,37 @@ class RestingWeights:
         for tensor, host in zip(self._tensors(), self._host, strict=True):
             here = tensor.detach().view(-1).view(torch.uint8)
             yield from zip(host, here.split([len(part) for part in host]), strict=True)
+
+
+class Reference(RestingWeights):
+    """The initial weights, named in a checkpoint by the hashes of their files: the KL must not change its target at a resume."""
+
+    def __init__(self, path: Path, chunks: Sequence[DistributedDataParallel]) -> None:
+        """Copy the trained tensors of this rank, read from the directory `path`. Collective over all ranks."""
+        super().__init__(partial(trained_tensors, chunks), replacing=True)
+        hashes = itertools.chain(*check_on_ranks(partial(manifest.weight_hashes, path)))
+        self._path, self.identity = path, blake3("".join(sorted(hashes)).encode()).hexdigest()
+
+    def check(self, counters: Mapping[str, Any], *, spec: ModelSpec, frozen: Sequence[str]) -> None:
+        """Refuse the `counters` of a checkpoint with another reference, or of weights trained there and `frozen` now.
+
+        Frozen weights are not copied. Raises UserError.
+        """
+        identity = counters.get("reference") or self.identity
+        if identity != self.identity:
+            raise UserError(
+                f"cannot resume: the weights of model.path {self._path} have the BLAKE3 {self.identity[:16]}, those of the checkpoint's "
+                f"reference {identity[:16]}, so that the KL would pull to another policy; give the weights that the run began with, or "
+                "start a new run"
+            )
+        then = {rule.megatron for rule in frozen_rules(spec, counters.get("frozen", frozen))}
+        moved = [rule for rule in frozen_rules(spec, frozen) if rule.megatron not in then]
+        if moved:
+            raise UserError(
+                f"cannot resume: training.frozen {list(frozen)} freezes {moved[0].hugging_face[0]}, which was trained until the "
+                "checkpoint, so that the KL's reference would have its trained values; restore training.frozen, or start a new run from "
+                "the exported policy"
+            )
 
 
 def _cut(pieces: Sequence[Tensor], sizes: Sequence[int]) -> list[list[Tensor]]:

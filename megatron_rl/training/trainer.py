@@ -38,13 +38,13 @@ from megatron_rl.training.micro_batch import MicroBatch, MicroBatches
 from megatron_rl.training.model_check import check_layout
 from megatron_rl.training.objective_checks import check_batch, check_fits, check_objective, resolve_objective, teacher_path
 from megatron_rl.training.offload import PARTS, ModelMemory, Part
-from megatron_rl.training.resting import RestingWeights, trained_tensors
+from megatron_rl.training.resting import Reference
 from megatron_rl.training.step import Gradients, PolicySteps
 from megatron_rl.training.teacher import Teacher
 from megatron_rl.training.token_record import TokenRecord
 from megatron_rl.training.topology import Place, Topology, shutdown
 from megatron_rl.training.trained_model import build_trained_model, model_dtype
-from megatron_rl.training.whole_batch import check_same_everywhere, divide, merge_over_ranks
+from megatron_rl.training.whole_batch import check_same_everywhere, divide, merge_over_ranks, with_signal
 from megatron_rl.types import Floats, Shard, TrainBatch
 
 
@@ -53,8 +53,7 @@ class Trainer:
     data, engines or run directory.
 
     Every process of `training.topology.num_ranks` makes one, and calls the same methods in the same
-    order with the same arguments: methods are collective unless stated otherwise. Legend: T tokens
-    of the whole batch.
+    order with the same arguments: collective unless stated otherwise. Legend: T tokens of the batch.
 
     `objective` is GRPO by default, log-probs those of softmax(logits / temperature). A decaying
     learning rate falls over `total_steps` optimizer steps, if not over
@@ -103,8 +102,7 @@ class Trainer:
             self._model = build(optimizer=training.optimizer, total_steps=total_steps and total_steps - frozen)
             self._policy = passes.Policy(self._model.chunks, place, self._spec.vocab_size, temperature, training.routing_replay)
             self.critic = Critic(build, self._objective, training, place=place, dumps=dumps) if self._objective.has_critic else None
-            keeps_reference = training.keeps_reference(self._objective)
-            self._reference = RestingWeights(partial(trained_tensors, self._model.chunks), replacing=True) if keeps_reference else None
+            self._reference = Reference(model.path, self._model.chunks) if training.keeps_reference(self._objective) else None
             self._teacher = Teacher(model, training.topology, teacher, device=self._device, place=place) if teacher is not None else None
             self._steps = PolicySteps(self._objective, self._model, self._policy, dumps=dumps, seed=seed, frozen_steps=frozen)
             self._memories = {name: ModelMemory(trained) for name, trained in self.trained_models().items()}
@@ -180,8 +178,8 @@ class Trainer:
         """
         if self.critic is None:
             raise UserError("values were asked for, but only objective.advantage.kind gae has a critic; choose it")
-        micro_batches = self._shared_micro_batches(batch)
-        return values_before(shares_of_data_parallel(self.critic.state_values(micro_batches, num_tokens=len(batch.tokens))))
+        values = self.critic.state_values(self._shared_micro_batches(batch), num_tokens=len(batch.tokens))
+        return values_before(shares_of_data_parallel(values))
 
     def _shared_micro_batches(self, batch: TrainBatch) -> list[MicroBatch]:
         """Return this data-parallel rank's share of all tokens of a batch held by every rank."""
@@ -202,7 +200,7 @@ class Trainer:
         self._refuse_waiting("train")
         check_same_everywhere(batch)
         number = self._steps.num_steps // self._training.optimizer_steps_per_batch
-        shards = divide(batch, self._training, seed=self._seed + number)
+        shards = divide(with_signal(self._objective, batch), self._training, seed=self._seed + number)
         return merge_over_ranks(self.train_shard(shards[self.dp_rank]))
 
     def train_shard(self, shard: Shard, *, expected: Expected | None = None, record: TokenRecord | None = None) -> list[dict[str, Metric]]:
@@ -238,7 +236,7 @@ class Trainer:
         self._refuse_waiting("forward_backward")
         self._let_go_of_state()
         check_same_everywhere(batch)
-        shard = divide(batch, self._training, seed=self._seed, optimizer_steps=1)[self.dp_rank]
+        shard = divide(with_signal(self._objective, batch), self._training, seed=self._seed, optimizer_steps=1)[self.dp_rank]
         (part,), data = self._prepare(shard)
         policy = self._steps.forward_backward(part, shard.totals[0], data)
         metrics, critic = dict(policy.metrics), None
@@ -345,8 +343,7 @@ class Trainer:
         A thread of each rank copies the state to host memory and writes while the training goes on;
         the next call that changes or moves the state waits for the copies alone. A policy of more
         than half of rank 0's free host memory is written before the return. `finish_save` must
-        follow before the process ends and before the next save, and puts the directories in place.
-        Raises UserError as `save`.
+        follow before the process ends and the next save, and puts all in place. UserError as `save`.
         """
         if self._saving is not None:
             raise UserError("begin_save was called while an earlier save is not in its place; call finish_save() first")
@@ -356,7 +353,8 @@ class Trainer:
 
     def _state_files(self, directory: Path) -> StateFiles:
         self._refuse_waiting("save")
-        return StateFiles(directory, self.trained_models(), counters=self._steps.state())
+        facts = {"frozen": list(self._training.frozen), "reference": self._reference and self._reference.identity}
+        return StateFiles(directory, self.trained_models(), counters=facts | self._steps.state())
 
     def _policy_files(self, directory: Path, *, staged: bool, max_shard_bytes: int = MAX_SHARD_BYTES, durable: bool = True) -> PolicyFiles:
         source, dtype = self._model_settings.path, model_dtype(self._model_settings, self._device)
@@ -379,14 +377,16 @@ class Trainer:
     def load(self, directory: Path | str, *, weights_only: bool = False, checked: bool = False) -> tuple[str, ...]:
         """Continue from a checkpoint of `save`, in any layout; return a sentence for each change.
 
-        Changes are of hyperparameters: the settings' are taken. The reference stays the settings'
-        model. With `weights_only` the optimizer starts anew. `checked`, on every rank: all files
-        were compared with the manifest. A waiting gradient is dropped. Raises UserError without a
-        checkpoint, or for changed files, another model or no optimizer state.
+        Changes are of hyperparameters: the settings' are taken. With `weights_only` the optimizer
+        starts anew. `checked`, on every rank: all files were compared with the manifest. A waiting
+        gradient is dropped. Raises UserError when there is no checkpoint, or one with changed files,
+        of another model or reference, or without optimizer state.
         """
         self._let_go_of_state()
         self._waiting = None
         counters, changes = training_state.load(Path(directory), self.trained_models(), weights_only=weights_only, checked=checked)
+        if self._reference is not None:
+            self._reference.check(counters, spec=self._spec, frozen=self._training.frozen)
         self._steps.restore(counters)
         return changes
 

@@ -5,11 +5,13 @@ import hashlib
 
 import numpy as np
 
+from megatron_rl.algorithms.objective import Objective
 from megatron_rl.config.settings import TrainingSettings
-from megatron_rl.data.packing import make_shards
+from megatron_rl.data.packing import Trajectories, make_shards
 from megatron_rl.errors import UserError
 from megatron_rl.observe.metrics import Metric, merge_metrics, metric_values
 from megatron_rl.system.frozen_arrays import Candidates
+from megatron_rl.training.advantages import compared_samples
 from megatron_rl.training.collectives import reports_of_ranks
 from megatron_rl.training.topology import Topology
 from megatron_rl.types import Shard, TrainBatch
@@ -28,6 +30,20 @@ def check_same_everywhere(batch: TrainBatch) -> None:
             "the ranks were given different batches, but each rank takes its share of the whole batch itself; pass the same batch, in "
             "the same order, on every rank"
         )
+
+
+def with_signal(objective: Objective, batch: TrainBatch) -> TrainBatch:
+    """Return the batch without the groups that `objective.zero_variance` drops; new prompts are drawn by the caller.
+
+    A batch that `check_batch` refuses is returned as it is.
+    """
+    refused = batch.advantages is not None or not np.isfinite(batch.rewards).all()
+    if objective.zero_variance not in ("drop", "resample") or refused or not batch.num_sequences:
+        return batch
+    trajectories = Trajectories.of(batch.trajectory_ids)
+    (shard,) = make_shards(batch, dp=1, optimizer_steps=1, max_tokens_per_micro_batch=1, seed=0)
+    nothing = objective.advantage.without_signal(compared_samples(objective, shard, trajectories)).numpy()
+    return batch.select(np.flatnonzero(~nothing[trajectories.index])) if nothing.any() else batch
 
 
 def divide(batch: TrainBatch, training: TrainingSettings, *, seed: int, optimizer_steps: int | None = None) -> tuple[Shard, ...]:

@@ -319,6 +319,49 @@ def test_trainers_say_what_they_lack(make: Make) -> None:
         make(Objective.of(distillation_coef=0.1))
 
 
+@pytest.mark.parametrize("zero_variance", ["drop", "resample"])
+def test_groups_without_a_signal_are_left_out(make: Make, zero_variance: str) -> None:
+    """As if the batch had not had them: neither their KL nor their tokens in denominators."""
+    fields = {"kl": {"coef": 0.5}, "aggregation": "token_mean"}
+    rewards = [1.0, 1.0, 0.25, 1.0, 0.5]
+    trainer = make(Objective.of(**fields))
+    want = [trainer.train(batch_of(rewards=rewards).select(np.array([2, 3])))[0] for _ in range(2)]
+    weights = weights_of(trainer)
+    trainer = make(Objective.of(**fields, zero_variance=zero_variance))
+    assert [trainer.train(batch_of(rewards=rewards))[0] for _ in range(2)] == want and want[0]["train/num_tokens"] == 9
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in trainer.weights())
+    halves = trainer.forward_backward(batch_of(rewards=[1.0] * 5)) | trainer.optimizer_step()
+    assert (halves["train/num_tokens"], halves["train/skipped_steps"]) == (0, 1)
+
+
+def test_the_initial_policy_is_no_teacher(make: Make) -> None:
+    trainer = make(Objective.of(policy_loss={"kind": "distillation"}))
+    with pytest.raises(UserError, match=r"distillation got no TrainBatch\.ref_log_probs, needs those of a teacher"):
+        trainer.train(batch_of(rewards=REWARDS))
+    assert trainer.train(batch_of(rewards=REWARDS, ref_log_probs=per_token(3, -5, -1)))[0]["train/grad_norm"] > 0.01
+
+
+def test_a_resume_keeps_the_reference(make: Make, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    with_kl, frozen = Objective.of(kl={"coef": 0.1}), {"frozen": ["*.layers.0.mlp.down_proj.weight"]}
+    saved = {}
+    for name, training in {"all": {}, "some": frozen}.items():
+        trainer = make(with_kl, training=training)
+        want = trainer.log_probs(batch_of(), reference=True)
+        trainer.train(batch_of(rewards=REWARDS))
+        saved[name] = tmp_path / name
+        trainer.save(saved[name])
+    other = tiny_model(name="other", seed=9)
+    with pytest.raises(UserError, match=rf"model.path {other} have the BLAKE3 \w+, .* the KL would pull to another policy; give the"):
+        make(with_kl, path=other).load(saved["all"])
+    with pytest.raises(UserError, match=r"frozen .* freezes model\.layers\.0\.mlp\.down_proj\.weight, which was trained .* restore"):
+        make(with_kl, training=frozen).load(saved["all"])
+    for name, training in {"all": {}, "some": frozen}.items():
+        trainer = make(with_kl, training=training)
+        trainer.load(saved[name])
+        np.testing.assert_array_equal(trainer.log_probs(batch_of(), reference=True), want)
+    make(training=frozen, path=other).load(saved["all"])
+
+
 OWNERS = ("x", "y", "z", "z", "x")
 
 

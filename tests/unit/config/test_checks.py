@@ -61,6 +61,7 @@ CORRECTED = ["objective.off_policy={mode: truncate, high: 2.0}"]
         (["training.schedule={decay_style: cosine, decay_steps: 5, warmup_steps: 5}"], "set warmup_steps below 5"),
         (["training.schedule={decay_style: inverse_square_root, decay_steps: 5}"], "inverse_square_root has no end"),
         (["objective.distillation_coef=0.5"], "model.teacher is not set"),
+        (["objective.policy_loss=distillation"], "in a run the initial policy, from which there is nothing to learn; choose another"),
         (["run.num_steps=5", "training.schedule={decay_style: linear, warmup_steps: 5}"], "floor at optimizer step 5, but warms up for 5"),
         (["training.optimizer={lr: 1e-6, min_lr: 1e-5}"], "min_lr 1e-05 is above lr 1e-06"),
         (["run.num_steps=5", "objective.preset=ppo", "training.critic.warmup_steps=5"], "set training.critic.warmup_steps below 5"),
@@ -285,6 +286,13 @@ def test_engines_may_hold_just_the_longest_sequence(settings_with: MakeSettings)
     assert contradictions(settings_with("rollout.sglang={context_length: 2048, max_total_tokens: 2048}")) == []
     own = settings_with("rollout.function=a:b", "rollout.sglang.context_length=512")
     assert contradictions(own) == [], "a rollout of one's own may ask for what is left"
+
+
+def test_a_floor_of_a_constant_rate_is_noted(settings_with: MakeSettings) -> None:
+    words = ["training.optimizer={lr: 1e-4, min_lr: 1e-5}"]
+    assert "training.optimizer.min_lr 1e-05 has no effect" in setting_notes(settings_with(*words))[0]
+    assert setting_notes(settings_with(*words, "training.schedule.decay_style=linear")) == []
+    assert setting_notes(settings_with("training.optimizer={lr: 1e-4, min_lr: 1e-4}")) == []
 
 
 def test_steps_of_the_policy_are_those_behind_the_critics(settings_with: MakeSettings) -> None:

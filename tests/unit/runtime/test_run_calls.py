@@ -491,9 +491,7 @@ def test_an_engine_that_returns_gets_the_weights_of_the_others(make_run: MakeRun
     monkeypatch.setattr(manager, "position", position)
     monkeypatch.setattr(run._sync, "run", publish)
     calls.clear()
-    batch = run.next_batch(0)
-    assert calls == [("publish", 0)]
-    run.train(batch, step=0)
+    run.train(run.next_batch(0), step=0)
     manager.pool.join(Manager(calls, fails_at=None, error=None))
     run._position(step=1)
     assert calls == [("publish", 0), ("train", "batch", 0)] and manager.pool.has_newcomers
