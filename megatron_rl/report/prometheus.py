@@ -81,7 +81,10 @@ def _number(value: float) -> str:
 
 @contextmanager
 def serving(port: int) -> Iterator[Publish]:
-    """Serve http://127.0.0.1:PORT/metrics during the body, whose reports the yielded call takes. Raises UserError for a used port."""
+    """Serve http://127.0.0.1:PORT/metrics during the body; the yielded call takes the reports.
+
+    Raises UserError for a used port.
+    """
     text = b""
 
     class Answer(http.server.BaseHTTPRequestHandler):

@@ -35,9 +35,10 @@ def trace_step(directory: Path, *, step: int | None, out: Path | None) -> tuple[
 
 
 def _events(spans: Sequence[Span]) -> Iterator[dict[str, Any]]:
-    """Yield events of the Trace Event Format, times in microseconds since the first span; a process for each `who`.
+    """Yield events of the Trace Event Format, in microseconds since the first span.
 
-    Spans of one process that overlap get lanes of their own. Of samples in engines there is a count.
+    Each `who` is a process, where spans that overlap get lanes of their own. Engines have a count of
+    the samples in them, too.
     """
     start_s = min(span.begin for span in spans)
     owners = sorted({span.who for span in spans}, key=lambda who: ("driver rank engine groups rewards".find(who.split()[0]), len(who), who))

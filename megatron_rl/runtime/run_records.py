@@ -71,7 +71,7 @@ class RunRecords:
             self._console.say(sentence)
 
     def show(self, step: int, samples: Sequence[Sample], spread: Mapping[str, Doubles]) -> None:
-        """Print one of the kept `samples` of a step; give all, and the numbers [B] of its sequences by metric, to the sinks."""
+        """Print one of the kept `samples` of a step; give all to the sinks, with numbers [B] by metric."""
         if samples:
             self.say(*lines_of(samples[(step - 1) % len(samples)], step=step))
         self._sinks.show(step, samples, spread)

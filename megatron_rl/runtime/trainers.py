@@ -105,7 +105,7 @@ class TrainerWorker:
     def train(
         self, shard: Shard, *, rows: Collection[int], expected: Expected | None
     ) -> tuple[list[dict[str, Metric]], TokenValues, list[Span]]:
-        """Train on this rank's shard; return its shares of the metrics and of the values of the sequences `rows`, and its spans."""
+        """Train on this rank's shard; return its shares of metrics and of values of `rows`, and spans."""
         assert self._trainer is not None, "started before"
         record = TokenRecord(shard, rows)
         return self.call("train_shard", shard, expected=expected, record=record), record.values(), self._trainer.spans.take()

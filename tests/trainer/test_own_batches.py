@@ -66,6 +66,9 @@ def test_a_batch_is_divided_as_a_run_divides_it(make: Make) -> None:
     batch = batch_of(rewards=REWARDS)
     first = make(training=training, seed=7)
     got, weights = [first.train(batch) for _ in range(2)], weights_of(first)
+    spans = first.spans.take()
+    assert [span.name for span in spans] == ["log-probs, advantages", *["forward, backward", "optimizer"] * len(got[0])] * 2
+    assert sum(span.count or 0 for span in spans) == 2 * batch.num_sequences, "each is counted in one optimizer step of each call"
     second = make(training=training, seed=7)
     for number, steps in enumerate(got):
         shard = divide(batch, second._training, seed=7 + number)[0]

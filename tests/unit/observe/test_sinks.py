@@ -178,7 +178,7 @@ def test_wandb_run_is_continued_on_resume(tmp_path: Path, monkeypatch: pytest.Mo
     assert second["id"] == "abc" and second["resume"] == "allow"
 
 
-def test_wandb_gets_tables_histograms_and_the_name_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_gets_tables_histograms_and_a_given_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", fake := FakeWandb())
     monkeypatch.setenv("WANDB_NAME", "mine")
     with Sinks(tmp_path, ObserveSettings(wandb_project="p")) as sinks:

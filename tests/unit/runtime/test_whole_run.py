@@ -25,6 +25,7 @@ from megatron_rl.errors import DamagedCheckpointError, EngineDiedError, EngineEr
 from megatron_rl.evaluation.graded_answers import read_answers
 from megatron_rl.observe.metrics import Metric
 from megatron_rl.observe.sinks import METRICS_FILE, read_metrics
+from megatron_rl.observe.spans import read_spans
 from megatron_rl.observe.summary import read_summary
 from megatron_rl.report.status import RunReport, report_status
 from megatron_rl.runtime import run_records, session, start
@@ -92,6 +93,11 @@ def test_a_run_with_engines(make_settings: Callable[..., Settings], tmp_path: Pa
     summary = read_summary(tmp_path / "run")
     assert summary is not None and summary.status == "finished" and summary.checkpoint is not None
     assert Engines.stopped == 1
+    spans = list(read_spans(tmp_path / "run"))
+    assert {"rollout_wait", "train", "sync", "start", "start: ranks"} <= {span.name for span in spans if span.who == "driver"}
+    made = [span for span in spans if span.who.startswith("engine ") and span.name == "request, training"]
+    assert [span.count for span in made] == [2] * 4 and any(span.name == "request, evaluation" for span in spans)
+    assert sum(span.who == "groups" for span in spans) == sum(span.who == "rewards" for span in spans) >= 4
 
 
 def test_sides_of_shared_devices_take_turns_at_the_start(make_settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch) -> None:
