@@ -220,7 +220,7 @@ def _objective(t: Translation) -> None:
         t.left[f"loss-type {loss}"] = "nearest: objective.policy_loss, or a plug-in"
 
 
-def _kl(t: Translation, estimator: str) -> None:
+def _kl(t: Translation, estimator: str | None) -> None:
     """Translate the KL to the reference, of the loss and of the reward."""
     kind = t.take("kl-loss-type") or "k1"
     kind = KL_ESTIMATORS.get(kind, kind)

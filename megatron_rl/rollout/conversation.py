@@ -182,7 +182,7 @@ class Conversation:
         message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
         if parsed.reasoning_content:
             message["reasoning_content"] = parsed.reasoning_content
-        calls = []
+        calls = list[dict[str, Any]]()
         for call in parsed.tool_calls:
             called = call.name if isinstance(call.name, str) and _is_json(call.name) else ""
             readable = call.status == "ok" and call.name == called and isinstance(call.arguments, dict) and _is_json(call.arguments)

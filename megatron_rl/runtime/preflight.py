@@ -116,13 +116,8 @@ def preflight(
         partial(check_interface, runtime),
         lambda: check_ends(load_tokenizer(model.path), model.path),
     ]
-    checks += [] if data.source is None or replay is not None else [partial(require, data.source, "data_source", data.args)]
-    if probe and replay is None:
-        reward = None if settings.supervised else settings.reward
-        checks.append(partial(_check_rows, data, settings.eval, model.path, reward, seed=run.seed))
-    elif replay is None:
-        paths = (*(files.path for files in data.sources), *(each.data for each in settings.eval.sets.values()))
-        checks += [*(partial(_check_found, path) for path in dict.fromkeys(paths)), *check_reward]
+    if replay is None:
+        checks += _data_checks(settings, check_reward, probe=probe)
     checks.append(partial(_check_disk, run, model.path, has_critic=settings.objective.has_critic))
     if runtime.ray_address is None and local_device().kind == "cpu":
         engines = settings.rollout.num_engines if generates else 0
@@ -133,6 +128,17 @@ def preflight(
         need_experts = settings.training.routing_replay
         checks.append(partial(_check_own_rollout, settings.rollout, model.path, data, seed=run.seed, need_experts=need_experts))
     return _run_checks(checks, setting_notes(settings))
+
+
+def _data_checks(settings: Settings, check_reward: Checks, *, probe: bool) -> Checks:
+    """Return the checks of rows and reward function, which are called where they may be probed, else found."""
+    data, sets = settings.data, settings.eval.sets.values()
+    checks: Checks = [] if data.source is None else [partial(require, data.source, "data_source", data.args)]
+    if probe:
+        reward = None if settings.supervised else settings.reward
+        return [*checks, partial(_check_rows, data, settings.eval, settings.model.path, reward, seed=settings.run.seed)]
+    paths = dict.fromkeys((*(files.path for files in data.sources), *(each.data for each in sets)))
+    return [*checks, *(partial(_check_found, path) for path in paths), *check_reward]
 
 
 def check_interface(runtime: RuntimeSettings) -> None:
