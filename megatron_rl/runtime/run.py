@@ -299,11 +299,11 @@ class RolloutRun(Run):
             self._records.say(f"step {step + 1}: {counted(renewed, 'group')} made anew, because rollout.max_staleness is {now} now")
         return batch, metrics
 
+    @finishing_first()  # a step is saved with its tokens' values
     def train(self, batch: TrainBatch, *, step: int, expected: Expected | None = None, rows: Collection[int] = ()) -> None:
         """Train on one batch; keep tokens' values, measure the share of time with busy engines. Raises ParityError with its cause."""
         self._take_devices(Phase.TRAINING)
-        self._version = None
-        start_s, busy_before_s = time.perf_counter(), self._manager.busy_s
+        self._version, start_s, busy_before_s = None, time.perf_counter(), self._manager.busy_s
         try:
             limits = expected or self._agreement.of_samples(step)
             super().train(batch, step=step, expected=limits, rows=rows or list(self._manager.looked_at))

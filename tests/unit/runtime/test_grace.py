@@ -1,7 +1,9 @@
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+from run_parts import MakeRun, Ranks
 
 from megatron_rl.runtime.grace import ENDING, PASSED_ON, Grace, finishing_first
 
@@ -86,3 +88,22 @@ def test_nothing_is_deferred_without_a_grace() -> None:
             raise AssertionError("deferred")
     finally:
         signal.signal(TERM, before)
+
+
+def test_a_step_that_is_asked_to_end_keeps_its_tokens_values(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, kept, train = make_run("run.num_steps=9"), [], Ranks.train
+    run.begin(step=0)
+
+    def asked(self: Ranks, *batch: Any, **how: Any) -> Any:
+        signal.raise_signal(TERM)
+        return train(self, *batch, **how)
+
+    async def keep(values: Any) -> None:
+        kept.append(values)
+
+    monkeypatch.setattr(Ranks, "train", asked)
+    monkeypatch.setattr(run._manager, "keep", keep)
+    batch = run.next_batch(0)
+    with pytest.raises(SystemExit):
+        run.train(batch, step=0)
+    assert len(kept) == 1 and run.trained_steps == 1
