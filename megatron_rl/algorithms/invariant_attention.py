@@ -2,8 +2,8 @@
 
 Engine and trainer attend by this where both are to give the same log-probs to the last bit. torch's
 fused kernel chooses products and orders of summation by its number of queries and keys. With both
-padded, a query alone equals the same query within a whole sequence. Seen with torch 2.13 and MKL
-on a CPU with AVX-512, heads of 8 to 256 channels, up to 1300 keys.
+padded, a query alone equals the same query within a whole sequence. Seen with torch 2.13 on CPUs
+with AVX2 and AVX-512, heads of 8 to 256 channels, up to 1300 keys.
 
 Legend: S sequences, H query heads, G key-value heads, Q queries, K keys, D channels.
 """
@@ -11,7 +11,7 @@ Legend: S sequences, H query heads, G key-value heads, Q queries, K keys, D chan
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-FEW_KEYS, ALL_KEYS = 256, 512
+FEW_KEYS, ALL_KEYS = 128, 512
 """Products over so many keys sum in one order; the kernel takes keys in blocks of the second number."""
 BLOCK = 16
 """Queries at least, and lanes of the vector units, which compute another exponential function at a row's end."""

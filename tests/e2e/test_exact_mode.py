@@ -41,7 +41,7 @@ def test_a_deterministic_engine_and_the_trainer_agree_to_the_bit(tiny_model: Cal
     def sequence(length: int) -> np.ndarray:
         return random.integers(2, 250, length)
 
-    prompts = [Prompt(id=str(length), token_ids=sequence(length), text="") for length in (1, 2, 5, 17, 30, 61, 63, 64)]
+    prompts = [Prompt(id=str(length), token_ids=sequence(length), text="") for length in (1, 2, 5, 17, 30, 61, 63, 64, 110, 180, 240)]
     long = [sequence(length) for length in (200, 256, 257, 300, 511, 700)]
     whole = batch_from_sequences(prompts=[ids[:1] for ids in long], responses=[ids[1:] for ids in long])
     with (
