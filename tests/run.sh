@@ -78,12 +78,14 @@ if [ "$only_style" = no ]; then
     # The other groups start as many processes as the machine bears. None of these looks at logs, and attaching a handler to each of a
     # thousand loggers six times a test takes 2 % of the time.
     at_once=(-p no:logging --numprocesses=auto --maxprocesses=4 --dist=loadfile)
+    # These wait for processes of their own half of the time.
+    two=(--numprocesses=2 --dist=loadfile)
     section "unit tests" tests "${at_once[@]}" tests/unit "$@"
     section "trainer tests" tests "${at_once[@]}" tests/trainer "$@"
-    section "contract tests" tests tests/contract "$@"
+    section "contract tests" tests "${two[@]}" tests/contract "$@"
     section "multi-process tests" tests tests/dist "$@"
     [ "$wide" = no ] || section "multi-process tests under NCCL's rules" under_nccl_rules "$@"
-    section "end-to-end tests" tests tests/e2e "$@"
+    section "end-to-end tests" tests "${two[@]}" tests/e2e "$@"
     ! nvidia-smi -L >/dev/null 2>&1 || section "tests on GPUs" tests tests/gpu "$@"
 fi
 if [ "$only_style" = no ] && [ "$rehearsed" = yes ]; then

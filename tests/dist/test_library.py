@@ -31,6 +31,7 @@ def torchrun(num_ranks: int, *arguments: str) -> str:
     return printed
 
 
+@pytest.mark.slow
 def test_the_torchrun_example_is_equal_on_one_and_two_ranks(tiny_model: Callable[..., Path]) -> None:
     assert len(EXAMPLE.read_text(encoding="utf-8").splitlines()) <= 40
     path = tiny_model(vocab=16)

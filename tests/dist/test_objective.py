@@ -2,10 +2,11 @@
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from step_emulation import Layout, Step, rank_inputs, rank_share, run_step, trivial_layout
 from torch import Tensor, distributed
@@ -38,13 +39,13 @@ LAYOUTS = {
 }
 
 
-def variants() -> list[Objective | ValueLoss]:
-    """Every preset x aggregation and every preset x correction x entropy mode."""
+def variants(presets: Sequence[str]) -> list[Objective | ValueLoss]:
+    """Every preset x aggregation, these presets x correction x entropy mode, and the losses of no preset."""
     made: list[dict[str, Any]] = [
         {"preset": preset, "aggregation": aggregation, "max_response_length": 9, "kl_loss_coef": 0.1}
         for preset, aggregation in itertools.product(PRESETS, Aggregation.__args__)
     ]
-    for preset, correction, entropy in itertools.product(PRESETS, CORRECTIONS, ENTROPIES):
+    for preset, correction, entropy in itertools.product(presets, CORRECTIONS, ENTROPIES):
         made.append({"preset": preset, "max_response_length": 9, "off_policy_correction": correction, **entropy})
     made += [
         {"policy_loss": loss, **({"low": -1.0, "fraction": 0.3} if loss == "clip_cov" else {})}
@@ -100,15 +101,18 @@ def check_variant(objective: Objective | ValueLoss, step: Step, layout: Layout, 
         torch.testing.assert_close(got, gradient, rtol=TOLERANCE, atol=TOLERANCE, msg=lambda text, name=name: f"{objective} {name}: {text}")
 
 
-def objective_ranks(rank: int, world_size: int, init_method: str) -> int:
+def objective_ranks(rank: int, world_size: int, init_method: str, presets: Sequence[str]) -> int:
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world_size)
-    step, made = make_step(), variants()
+    step, made = make_step(), variants(presets)
     for objective, layout in itertools.product(made, LAYOUTS.values()):
         check_variant(objective, step, layout, rank)
     distributed.destroy_process_group()
     return len(made)
 
 
-def test_every_choice_of_the_objective_is_equal_over_gloo(run_ranks: Callable[..., list[int]]) -> None:
-    assert run_ranks(objective_ranks, 2, timeout_s=240) == [len(variants())] * 2
+@pytest.mark.parametrize(
+    "presets", [pytest.param(("grpo", "gspo"), id="gate"), pytest.param(tuple(PRESETS), id="all", marks=pytest.mark.slow)]
+)
+def test_choices_of_the_objective_are_equal_over_gloo(run_ranks: Callable[..., list[int]], presets: Sequence[str]) -> None:
+    assert run_ranks(objective_ranks, 2, presets, timeout_s=240) == [len(variants(presets))] * 2

@@ -51,7 +51,7 @@ FEATURES: dict[str, Feature] = {
     "plain": Feature("plain", LAYOUTS[BASE]),
     "plain tied": Feature("plain tied", LAYOUTS[BASE], tied=True),
     "chunks": Feature("plain", LAYOUTS[BASE], chunk=3),
-    "chunks, dp2 distopt overlap": Feature("plain tied", LAYOUTS["dp2 distopt overlap"], chunk=3, tied=True),
+    "chunks, dp2 distopt overlap": Feature("plain tied", LAYOUTS["dp2 distopt overlap"], chunk=3, tied=True, slow=True),
     "chunks, tp2 sp": Feature("plain tied", LAYOUTS["tp2 sp"], chunk=3, tied=True),
     "chunks, tp2": Feature("plain", LAYOUTS["tp2"], chunk=3, slow=True),
     "chunks, pp2 vpp2": Feature("plain", LAYOUTS["pp2 vpp2"], chunk=3),
@@ -59,9 +59,9 @@ FEATURES: dict[str, Feature] = {
     "recompute in blocks, tp2 sp": Feature("plain", Layout(2, SEQUENCE_PARALLEL, megatron=BLOCK)),
     "recompute in blocks, pp2": Feature("plain", Layout(2, {"pp": 2}, megatron=BLOCK), slow=True),
     "recompute attention and mlp, tp2 sp": Feature("plain", Layout(2, SEQUENCE_PARALLEL, megatron=SELECTIVE), slow=True),
-    "recompute attention and mlp, cp2": Feature("plain", Layout(2, {"cp": 2}, megatron=SELECTIVE)),
+    "recompute attention and mlp, cp2": Feature("plain", Layout(2, {"cp": 2}, megatron=SELECTIVE), slow=True),
     "frozen": frozen(Layout()),
-    "frozen, dp2 distopt overlap": frozen(LAYOUTS["dp2 distopt overlap"]),
+    "frozen, dp2 distopt overlap": frozen(LAYOUTS["dp2 distopt overlap"], slow=True),
     "frozen, tp2 sp recompute": frozen(Layout(2, SEQUENCE_PARALLEL, megatron=RECOMPUTED)),
     "frozen, pp2": frozen(Layout(2, {"pp": 2}), slow=True),
     "frozen, pp2, resumed as tp2": Feature("frozen", Layout(2, {"pp": 2}), frozen=FROZEN, then=LAYOUTS["tp2"]),
@@ -70,7 +70,7 @@ FEATURES: dict[str, Feature] = {
     "teacher": Feature("teacher", Layout(), "ppo", distilled=True),
     "teacher, tp2 sp": Feature("teacher", LAYOUTS["tp2 sp"], "ppo", distilled=True),
     "teacher, pp2": Feature("teacher", LAYOUTS["pp2"], "ppo", distilled=True, slow=True),
-    "teacher, cp2": Feature("teacher", LAYOUTS["cp2"], "ppo", distilled=True),
+    "teacher, cp2": Feature("teacher", LAYOUTS["cp2"], "ppo", distilled=True, slow=True),
 }
 
 

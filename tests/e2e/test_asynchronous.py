@@ -69,6 +69,7 @@ def assert_replays(
         assert all(tensors[name].tobytes() == others[name].tobytes() for name in tensors)
 
 
+@pytest.mark.slow
 def test_later_steps_are_generated_while_one_trains(task: Path, tmp_path: Path, start: Callable[..., Any]) -> None:
     directory = tmp_path / "run"
     # Responses of some length, so that a weight sync comes in the middle of one.

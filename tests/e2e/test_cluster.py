@@ -216,7 +216,7 @@ def test_ranks_and_engines_are_where_the_placement_says(cluster: Callable[..., s
 @pytest.mark.parametrize(
     ("sections", "ranks", "engines"),
     [
-        (
+        pytest.param(
             {
                 "training": {"topology": {"num_ranks": 4}},
                 "rollout": {"num_engines": 2, "sglang": {"tp_size": 2}},
@@ -224,10 +224,11 @@ def test_ranks_and_engines_are_where_the_placement_says(cluster: Callable[..., s
             },
             [["0"], ["1"], ["2"], ["3"]],
             ["0,1", "2,3"],
+            id="shared",
+            marks=pytest.mark.slow,
         ),
-        ({"training": {"topology": {"num_ranks": 2}}}, [["0"], ["1"]], ["2", "3"]),
+        pytest.param({"training": {"topology": {"num_ranks": 2}}}, [["0"], ["1"]], ["2", "3"], id="own"),
     ],
-    ids=["shared", "own"],
 )
 def test_each_process_sees_its_gpus_in_order(
     tiny_model: Callable[..., Path], sections: dict[str, Any], ranks: list[list[str]], engines: list[str]

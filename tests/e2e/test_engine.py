@@ -385,6 +385,7 @@ def test_a_port_in_use_is_one_sentence(models, tmp_path) -> None:
             make_engine(models["first"][0], tmp_path / "log", port=port)
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_at_start_is_reported_with_its_log(models, tmp_path) -> None:
     broken = tmp_path / "broken"
     broken.mkdir()
@@ -410,6 +411,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 def test_the_server_goes_down_with_a_killed_owner(models, tmp_path, monkeypatch) -> None:
     """Also one that is stopped. The next start removes its files."""
     scratch = tmp_path / "tmp"

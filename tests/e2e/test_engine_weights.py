@@ -194,7 +194,7 @@ def serving(model: Path, log: Path, *, has_weights: bool = True, **arguments: ob
         pytest.param("glm4_moe", 1, marks=pytest.mark.slow),
         # Its loader writes into what the second rank is handed.
         pytest.param("gpt_oss", 2, marks=pytest.mark.slow),
-        ("deepseek_v3", 1),
+        pytest.param("deepseek_v3", 1, marks=pytest.mark.slow),
     ],
 )
 def test_every_transport_leaves_what_the_checkpoint_says(

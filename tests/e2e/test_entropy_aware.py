@@ -31,6 +31,7 @@ def check_steps(directory: Path, *, num_steps: int) -> None:
     print(directory.name, shares, {name: row[f"train/{name}"] for name in ("draw_log_ratio", "off_policy_ratio", "log_prob_diff")})
 
 
+@pytest.mark.slow
 def test_a_run_trains_on_what_was_drawn_by_entropy(task: Path, tmp_path: Path, start: Callable[..., Any]) -> None:
     run = start(*rl_arguments(task, tmp_path / "run", *WORDS, "training.optimizer_steps_per_batch=2"))
     assert run.wait() == 0, run.output

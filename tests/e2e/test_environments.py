@@ -32,7 +32,8 @@ def test_a_run_with_an_environment(interviews: Path) -> None:
     check_log(interviews / "logs" / "environments.log", num_trajectories=16)
 
 
-@pytest.mark.parametrize("form", ["command", pytest.param("function", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["command", "function"])
 def test_a_run_with_agents(chat_task: Path, tmp_path: Path, start: Callable[..., Any], form: str) -> None:
     seen = tmp_path / "url"
     program = f"command: [{sys.executable}, tests/e2e/interviewer.py], max_processes: 3"

@@ -180,7 +180,7 @@ FAULTS: dict[str, Fault] = {
     "rank stopped": Fault(
         hit(STOP, RANK), rf"Megatron rank \d does not answer.*{RANKS_BACK}", ("partial", "colocated"), words=("model.deadline_s=120",)
     ),
-    "engine killed": Fault(hit(KILL, SERVER), ENGINE_BACK, ("sync", "turns")),
+    "engine killed": Fault(hit(KILL, SERVER), ENGINE_BACK, ("async", "sync", "turns")),
     "engine stopped": Fault(hit(STOP, SCHEDULER), HANGS, ("async", "partial")),
     "engine stopped before a sync": Fault(nothing, f"a weight sync it {HANGS}", ("async",), words=in_sync("engine")),
     "engine stopped in a sync": Fault(nothing, f"a weight sync it {HANGS}", ("sync",), words=in_sync("receiving")),
@@ -211,7 +211,7 @@ FAULTS: dict[str, Fault] = {
     "node of the ranks lost": Fault(lose_node(RANK), RANKS_BACK, ("nodes",)),
 }
 SOAKED = ("rank killed", "engine killed", "engine's actor killed", "port stolen", "reward workers killed", "buffer locked")
-IN_GATE = {("engine killed", "sync")}
+IN_GATE = {("engine killed", "async")}
 
 
 def needs_its_own(name: str) -> bool:

@@ -36,7 +36,7 @@ MODELS = {
 SHELL_SCRIPTS = sorted(
     [*ROOT.glob("examples/**/*.sh"), *ROOT.glob("tools/*.sh"), *ROOT.glob("tests/*.sh"), LAUNCH / "slurm.sbatch"],
 )
-ALWAYS = ("qwen3-8b", "qwen3-30b-a3b")
+ALWAYS = ("qwen3-8b",)
 SCRIPTS = [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
 
 

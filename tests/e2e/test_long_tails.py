@@ -41,8 +41,9 @@ def assert_every_step_has_its_groups(directory: Path) -> list[tuple[int, int, An
     return rows
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("colocate", ["false", pytest.param("true", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("colocate", ["false", "true"])
 def test_partial_answers_go_on_from_their_own_tokens(task: Path, tmp_path: Path, start: Callable[..., Any], colocate: str) -> None:
     directory = tmp_path / "run"
     order = ("rollout.order={kind: first_complete, partial: true}", f"runtime.colocate={colocate}", "rollout.sampling.top_p=0.95")
@@ -60,6 +61,7 @@ def test_partial_answers_go_on_from_their_own_tokens(task: Path, tmp_path: Path,
     assert all(row["train/log_prob_diff"] <= 1e-4 and row["train/full_entropy"] > row["train/entropy"] for row in trained)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_first_complete_groups_are_never_too_old(task: Path, tmp_path: Path, start: Callable[..., Any]) -> None:
     directory = tmp_path / "run"

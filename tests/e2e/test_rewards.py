@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import signal
+import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -131,7 +132,7 @@ def make_judge(directory: Path, reply: str) -> Path:
 def test_a_judge_that_we_serve_scores_a_run(
     chat_task: Path, tmp_path: Path, start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    port = free_port("127.0.0.1")
+    port = free_port("127.0.0.1", claim=socket.socket(socket.AF_UNIX))
     server = start("serve", make_judge(tmp_path / "judge", "Verdict: X"), "--port", port, "max_total_tokens=16384")
     server.wait_for("\ncurl ")
     (key,) = re.findall(r"Bearer ([^'\s]+)'", server.output)

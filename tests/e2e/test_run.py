@@ -114,16 +114,14 @@ def test_a_signal_leaves_a_checkpoint_and_no_process(
     assert (directory / "curves.png").stat().st_size > 10_000 and summary["go_on"] in (directory / "report.html").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
         # The actor's name is its process title; the server is the one with the module on its command line.
         pytest.param("ray::TrainerWorker", r"WorkerDiedError: Megatron rank \d died", id="rank"),
         pytest.param(
-            "megatron_rl.engines.sglang_server",
-            r"SGLang server at http\S+ died \(killed by signal 9\)",
-            id="engine that stays away",
-            marks=pytest.mark.slow,
+            "megatron_rl.engines.sglang_server", r"SGLang server at http\S+ died \(killed by signal 9\)", id="engine that stays away"
         ),
     ],
 )
