@@ -79,7 +79,7 @@ if [ "$only_style" = no ]; then
     # thousand loggers six times a test takes 2 % of the time.
     at_once=(-p no:logging --numprocesses=auto --maxprocesses=4 --dist=loadfile)
     # These wait for processes of their own half of the time.
-    two=(--numprocesses=2 --dist=loadfile)
+    two=(--numprocesses=2 --dist=loadfile --no-loadscope-reorder)
     section "unit tests" tests "${at_once[@]}" tests/unit "$@"
     section "trainer tests" tests "${at_once[@]}" tests/trainer "$@"
     section "contract tests" tests "${two[@]}" tests/contract "$@"
