@@ -387,7 +387,7 @@ def test_a_soak_leaves_the_curve_of_a_run_without_faults(
     whole, run = (start(*rl_arguments(task, tmp_path / name, *words)) for name in ("whole", "run"))
     rng, done = random.Random(0), list[str]()
     for step in range(every, num_steps, every):
-        run.wait_for(number_line(step, num_steps), timeout_s=WAIT_S)
+        run.wait_for(number_line(step, num_steps), timeout_s=1200)
         name = rng.choice(SOAKED)
         time.sleep(rng.uniform(0, 2))
         with ExitStack() as stack:
