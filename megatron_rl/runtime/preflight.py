@@ -101,7 +101,7 @@ def preflight(
     target = find_target(settings, config_only=config_only, generates=replay is None)
     of_config = [*_config_checks(settings, target, generates=generates)]
     if replay is not None:
-        of_config.append(partial(_check_record, replay, settings, resume=resume))
+        of_config.append(partial(_check_record, replay, run.directory, settings.rollout.sampling, settings.objective, resume=resume))
     if config_only:
         return _run_checks([*of_config, *check_reward], setting_notes(settings))
     if runtime.cluster.gpu is not None and runtime.ray_address is None and local_device().kind == "cpu":
@@ -155,10 +155,11 @@ def check_interface(runtime: RuntimeSettings) -> None:
         )
 
 
-def _check_record(replay: Path, settings: Settings, *, resume: bool) -> list[str]:
+def _check_record(replay: Path, directory: Path, sampling: SamplingSettings, objective: Objective, *, resume: bool) -> list[str]:
     notes: list[str] = []
-    open_record(replay, settings, resume=resume, note=notes.append)[0].close()
-    return notes
+    recorded, _ = open_record(replay, directory, sampling=sampling, objective=objective, resume=resume, note=notes.append)
+    with recorded:
+        return notes
 
 
 def _config_checks(settings: Settings, target: Target, *, generates: bool) -> Checks:

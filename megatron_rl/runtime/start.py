@@ -168,7 +168,10 @@ class RunStart:
         """Do as `supervised` with the batches that the run at `replay` recorded."""
         settings = self.settings
         self._claim_directory()
-        recorded, before = open_record(replay, settings, resume=resume, note=self.report.note)
+        sampling, objective = settings.rollout.sampling, settings.objective
+        recorded, before = open_record(
+            replay, settings.run.directory, sampling=sampling, objective=objective, resume=resume, note=self.report.note
+        )
         self.life.enter_context(recorded)
         ranks = self.ranks = TrainerGroup(settings, reservation=self.reserve(generates=False), watchdog=self.watchdog)
         self._start_ranks(ranks, resume=resume)

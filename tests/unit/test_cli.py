@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -462,7 +462,7 @@ def test_weights_only_needs_a_resume(capsys: pytest.CaptureFixture[str]) -> None
 def test_a_replay_is_checked_as_one_without_engines(
     calls: list[tuple[str, Any]], config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron_rl.cli.opened", lambda path: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr("megatron_rl.cli.opened", lambda path: nullcontext())
     assert main(["train", config, "--replay", str(tmp_path)]) == 0 and main(["train", config]) == 0
     assert [asked["replay"] for name, (_, asked) in calls if name == "preflight"] == [tmp_path, None]
 

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -410,7 +409,7 @@ def test_a_replay_needs_no_engines(check: Callable[..., list[str]], words: list[
     monkeypatch.setattr(module, "available_memory_bytes", lambda: GIB)
     (note,) = check()
     assert "1 rank and 1 engine take at least" in note
-    monkeypatch.setattr(module, "open_record", lambda *_, **__: (SimpleNamespace(close=lambda: None), 0))
+    monkeypatch.setattr(module, "open_record", lambda *_, **__: (nullcontext(), 0))
     # Neither data nor code of the rollout is asked.
     gone = ("data.train=gone.jsonl", "reward.function=gone:score", "rollout.environment=gone:Gone")
     assert check(*gone, replay=Path("run")) == []
