@@ -98,7 +98,7 @@ def preflight(
     run, model, data, runtime = settings.run, settings.model, settings.data, settings.runtime
     generates = replay is None and not settings.supervised
     check_reward: Checks = [partial(_check_reward, settings.reward)] if generates else []
-    target = find_target(settings, config_only=config_only, generates=replay is None)
+    target = find_target(settings.training.topology, settings.rollout if generates else None, runtime, config_only=config_only)
     of_config = [*_config_checks(settings, target, generates=generates)]
     if replay is not None:
         of_config.append(partial(_check_record, replay, run.directory, settings.rollout.sampling, settings.objective, resume=resume))
