@@ -84,7 +84,8 @@ def train(
     if replay is not None:
         if settings.supervised:
             raise UserError(f"--replay is {replay}, but supervised training takes no samples of engines; leave it out")
-        opened(replay).close()
+        with opened(replay):
+            pass
     # Heavy from here on: megatron-core and transformers are asked for their knowledge.
     from megatron_rl.runtime.preflight import preflight
     from megatron_rl.runtime.resumption import check_is_not_a_copy

@@ -160,8 +160,9 @@ class Advantage(Choice):
         raise NotImplementedError
 
     def of_samples(self, samples: Samples) -> Tensor:
-        """Return one advantage per sample, [B] float64, for all tokens of the sample."""
-        return self.scores(samples)
+        """Return one advantage per sample, [B] float64, for all its tokens, whitened by their number where `of_tokens` whitens."""
+        scores = self.scores(samples)
+        return whiten_samples(scores, samples.lengths) if self.whitens_tokens else scores
 
     def without_signal(self, samples: Samples) -> Tensor:
         """Return [B] True in groups whose rewards teach nothing: every advantage is 0 before whitening."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from megatron_rl.algorithms.advantage import Advantage, Samples, TokenPlaces, plain_rewards, whiten_field, whiten_samples
+from megatron_rl.algorithms.advantage import Advantage, Samples, TokenPlaces, plain_rewards, whiten_field
 from megatron_rl.algorithms.aggregation import Aggregation, Metrics, Sequences, token_weights
 from megatron_rl.algorithms.choices import doc
 from megatron_rl.algorithms.lazy_torch import Tensor, torch
@@ -26,11 +26,6 @@ class _Whitened(Advantage):
     @property
     def whitens_tokens(self) -> bool:
         return self.whiten
-
-    def of_samples(self, samples: Samples) -> Tensor:
-        """Return the scores [B], whitened by their number of tokens."""
-        scores = self.scores(samples)
-        return whiten_samples(scores, samples.lengths) if self.whiten else scores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,15 +2,26 @@
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 
+from megatron_rl.algorithms.objective import Objective
+from megatron_rl.config.data_settings import DataSettings
+from megatron_rl.config.eval_sets import EvalSettings
 from megatron_rl.config.section import Section
-from megatron_rl.config.settings import Settings
+from megatron_rl.config.settings import RewardSettings, RolloutSettings, RunSettings, Settings, TrainingSettings
 
 
 def setting_notes(settings: Settings) -> list[str]:
     """Return one sentence for each changed setting without a reader."""
-    of_kind = _of_supervised(settings) if settings.supervised else _of_rollouts(settings)
-    found = [*of_kind, *_of_objective(settings), *_of_checkpoints(settings), *_of_rates(settings)]
+    objective, training = settings.objective, settings.training
+    found = list[tuple[str, str]]()
+    if settings.supervised:
+        found += _of_supervised(settings)
+    else:
+        found += _of_rollouts(settings.rollout, settings.reward, settings.eval, colocate=settings.runtime.colocate)
+    found += _of_objective(objective, training, settings.model.teacher)
+    found += _of_checkpoints(settings.run, settings.data)
+    found += _of_rates(training)
     return [f"{name} has no effect: {why}" for name, why in found]
 
 
@@ -33,39 +44,40 @@ def _of_supervised(settings: Settings) -> Iterator[tuple[str, str]]:
     yield from ((name, because) for name in unread)
 
 
-def _of_rollouts(settings: Settings) -> Iterator[tuple[str, str]]:
-    rollout, reward, sets = settings.rollout, settings.reward, settings.eval.sets
+def _of_rollouts(
+    rollout: RolloutSettings, reward: RewardSettings, evaluation: EvalSettings, *, colocate: bool
+) -> Iterator[tuple[str, str]]:
     hosted, agent, own = rollout.is_hosted, rollout.agent, rollout.function or rollout.environment or rollout.agent
     readers = {"args": own, "max_turns": hosted, "renderer": hosted, "step_timeout_s": rollout.environment}
     unread = _changed(rollout, *(name for name, read in readers.items() if not read))
     unread += ["agent.max_processes"] * bool(agent is not None and agent.function and agent.max_processes)
     yield from ((f"rollout.{name}", f"{rollout.name} does not read it") for name in unread)
-    if settings.runtime.colocate:
+    if colocate:
         for name in _changed(rollout, "engine_restarts"):
             yield f"rollout.{name}", "engines on the shared devices of runtime.colocate are not started again alone"
+    sets = evaluation.sets
     if reward.function is None:
         of_sets = any(each.reward for each in sets.values())
         for name in _changed(reward, "args", "check_labels", "max_error_rate", *([] if of_sets else ["timeout_s"])):
             yield f"reward.{name}", "reward.function is null"
     if sets and all(each.interval is not None for each in sets.values()):
-        for name in _changed(settings.eval, "interval"):
+        for name in _changed(evaluation, "interval"):
             yield f"eval.{name}", "every set of eval.sets has an interval of its own"
 
 
-def _of_objective(settings: Settings) -> Iterator[tuple[str, str]]:
-    objective, training, teacher = settings.objective, settings.training, settings.model.teacher
+def _of_objective(objective: Objective, training: TrainingSettings, teacher: Path | None) -> Iterator[tuple[str, str]]:
     if not objective.has_critic and _changed(training, "critic"):
         yield "the section training.critic", f"objective.advantage.kind is {objective.advantage.kind}, only gae trains a critic"
     if teacher is not None and not objective.distillation_coef:
         yield f"model.teacher {teacher}", "objective.distillation_coef is 0"
     if training.reference_interval:
-        why = "objective.policy_loss sft measures no KL" if settings.supervised else "the objective reads the reference for every batch"
-        if settings.supervised or objective.needs_reference:
+        supervised = not objective.trains_by_rewards
+        why = "objective.policy_loss sft measures no KL" if supervised else "the objective reads the reference for every batch"
+        if supervised or objective.needs_reference:
             yield f"training.reference_interval {training.reference_interval}", why
 
 
-def _of_checkpoints(settings: Settings) -> Iterator[tuple[str, str]]:
-    run, data = settings.run, settings.data
+def _of_checkpoints(run: RunSettings, data: DataSettings) -> Iterator[tuple[str, str]]:
     if not run.save_interval:
         for name in _changed(run, "keep_checkpoints", "keep_interval"):
             yield f"run.{name} {getattr(run, name)}", "run.save_interval is 0, which saves only at the end"
@@ -78,7 +90,7 @@ def _of_checkpoints(settings: Settings) -> Iterator[tuple[str, str]]:
         yield f"data.max_bad_rows {data.max_bad_rows}", f"data.source {data.source} leaves out its unusable rows itself"
 
 
-def _of_rates(settings: Settings) -> Iterator[tuple[str, str]]:
-    optimizer, style = settings.training.optimizer, settings.training.schedule.decay_style
+def _of_rates(training: TrainingSettings) -> Iterator[tuple[str, str]]:
+    optimizer, style = training.optimizer, training.schedule.decay_style
     if style == "constant" and "min_lr" in optimizer and optimizer["min_lr"] != optimizer.get("lr"):
         yield f"training.optimizer.min_lr {optimizer['min_lr']}", "training.schedule.decay_style constant never falls to it"

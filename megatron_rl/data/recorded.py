@@ -69,9 +69,6 @@ class Recorded:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
         """Close the file."""
         self._connection.close()
 

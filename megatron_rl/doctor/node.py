@@ -117,7 +117,7 @@ class Node:
         """A rank for every GPU; a layout takes the first ranks. New ranks after `close`."""
         if self._ranks is None:
             settings = self.settings(self.directory, num_ranks=self.num_gpus)
-            needs = Needs.of(settings, device_kind=self.kind)
+            needs = Needs.of(settings.training.topology, None, colocate=False, device_kind=self.kind)
             reservation, watchdog = self._stack.enter_context(self.reserving(needs))
             self._ranks = TrialRanks(settings, reservation=reservation, watchdog=watchdog)
         return self._ranks
@@ -137,7 +137,8 @@ class Node:
     def ranks_and_engine(self, settings: Settings) -> Iterator[Joined]:
         """Start ranks, at rest if beside an engine, and one engine without weights, in place of earlier ranks."""
         self.close()
-        with self.reserving(Needs.of(settings, device_kind=self.kind)) as (reservation, watchdog):
+        needs = Needs.of(settings.training.topology, settings.rollout, colocate=settings.runtime.colocate, device_kind=self.kind)
+        with self.reserving(needs) as (reservation, watchdog):
             ranks = TrialRanks(settings, reservation=reservation, watchdog=watchdog)
             ranks.open(settings)
             if settings.runtime.colocate:

@@ -69,10 +69,7 @@ class Merge:
         if self._scratch._version != self._version:  # a loader wrote into its input
             self._scratch.fill_(255)
         for places, values in self._changed:
-            self._elements(values.dtype).view(integers(values.dtype))[places] = -1
-
-    def _elements(self, dtype: torch.dtype) -> Tensor:
-        return self._scratch[: len(self._scratch) // dtype.itemsize * dtype.itemsize].view(dtype)
+            self._scratch.view(integers(values.dtype))[places] = -1
 
     def _unpack(self, delta: Tensor, base: str | None) -> list[tuple[str, Tensor]]:
         """Write the changes of `delta` into the scratch; return the bucket's tensors, which are views of it."""
@@ -84,6 +81,7 @@ class Merge:
             raise RuntimeError(f"a delta is to the weights {header['base']}, and this engine has {base}; it needs all weights")
         bucket = [(name, getattr(torch, dtype), torch.Size(shape)) for name, dtype, shape in header["tensors"]]
         num_bytes = sum(shape.numel() * dtype.itemsize for _, dtype, shape in bucket)
+        num_bytes += -num_bytes % _ALIGNED  # whole elements of every dtype
         if len(self._scratch) < num_bytes:
             self._scratch = torch.full((num_bytes,), 255, dtype=torch.uint8, device=delta.device)
         read, start, tensors, self._changed = _HEAD + size, 0, list[tuple[str, Tensor]](), []
@@ -92,7 +90,7 @@ class Merge:
             places, read = _take(delta, read, torch.int32, num_changed)
             values, read = _take(delta, read, dtype, num_changed)
             places = places.long() + start // dtype.itemsize
-            self._elements(dtype)[places] = values
+            self._scratch.view(dtype)[places] = values
             self._changed.append((places, values))
             for name, _, shape in run:
                 end = start + shape.numel() * dtype.itemsize

@@ -1,7 +1,7 @@
 """`megatron-rl train --check`: everything about a run that is known before its start."""
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -35,7 +35,9 @@ def check_run(settings: Settings, decisions: Iterable[Decision], *, resume: bool
         print(planned, end="", flush=True)
         raise UserError(f"{plan.verdict}; `megatron-rl plan` lists layouts that fit")
     decided = {"What was decided, as it was not set": {one.path: f"{one.value}: {one.reason}" for one in decisions}}
-    tables = {**decided, **launch_plan(settings, find_target(settings, config_only=config_only, generates=replay is None), replay=replay)}
+    rollout = settings.rollout if replay is None and not settings.supervised else None
+    target = find_target(settings.training.topology, rollout, settings.runtime, config_only=config_only)
+    tables = {**decided, **launch_plan(settings, target, replay=replay)}
     if not config_only and replay is None:
         from megatron_rl.data.overview import overview
         from megatron_rl.data.source import RunPrompts
@@ -48,12 +50,16 @@ def check_run(settings: Settings, decisions: Iterable[Decision], *, resume: bool
 
         tables["What would be resumed"] = resume_rows(settings.run, dump_settings(settings))
     print(dump_settings(settings))
+    _print_as_comments(tables)
+    sys.stdout.flush()
+    for note in notes:
+        print(f"megatron-rl: note: {note}", file=sys.stderr)
+    print(f"{planned}# Check passed: nothing was started, nothing was written.")
+
+
+def _print_as_comments(tables: Mapping[str, Mapping[str, str]]) -> None:
     for title, rows in tables.items():
         print(f"# {title}")
         for name, value in rows.items():
             print(f"#   {name:<34} {value}")
         print("#")
-    sys.stdout.flush()
-    for note in notes:
-        print(f"megatron-rl: note: {note}", file=sys.stderr)
-    print(f"{planned}# Check passed: nothing was started, nothing was written.")

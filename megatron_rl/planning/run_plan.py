@@ -130,17 +130,18 @@ def _assemble(settings: Settings, spec: ModelSpec, job: Job, answer: Answer, att
     # next one. An upper bound, because another copy's rank writes a part.
     copies, keeps = runtime.colocate + (settings.run.save_interval > 0), settings.training.keeps_reference(settings.objective)
     stages = stage_memories(job, answer, frees_outputs=True, host_copies=copies, keeps_reference=keeps)
-    colocated = runtime.colocate and not settings.supervised
+    rollout = None if settings.supervised else settings.rollout
+    needs = Needs.of(settings.training.topology, rollout, colocate=runtime.colocate, device_kind="cuda")
     engine, handover, on_engines = None, 0, 0
     # Main memory of the fullest node.
     per_node = min(runtime.cluster.gpus_per_node or gpu.per_node, gpu.per_node)
     on_ranks = max(stage.host for stage in stages) * min(per_node, topology.num_ranks)
     if settings.weights.delta:
         on_ranks += sum(tensor.num_bytes for tensor in exported_specs(spec, dtype=dtype_name(job.model, device_kind="cuda")))
-    if not settings.supervised:
-        engine = plan_engine(settings.rollout, spec, gpu, longest=job.longest, shared_with=CONTEXT_BYTES if colocated else 0)
-        on_engines = max(1, per_node * settings.rollout.nodes_per_engine // engine.num_gpus) * ENGINE_HOST_BYTES
-    if colocated and engine is not None:
+    if rollout is not None:
+        engine = plan_engine(rollout, spec, gpu, longest=job.longest, shared_with=CONTEXT_BYTES if needs.colocated else 0)
+        on_engines = max(1, per_node * rollout.nodes_per_engine // engine.num_gpus) * ENGINE_HOST_BYTES
+    if needs.colocated and engine is not None:
         # Ranks and engines share the buckets in a sync.
         buckets = shared_buckets(job.model, spec) if settings.weight_transport == "ipc" else 0
         handover = max(stage.parameters for stage in stages) + engine.weights + CONTEXT_BYTES + ASLEEP_BYTES + buckets
@@ -149,13 +150,13 @@ def _assemble(settings: Settings, spec: ModelSpec, job: Job, answer: Answer, att
         layout=str(topology),
         attention=attention,
         tokens=_tokens(job.training, job.longest),
-        num_nodes=num_nodes or nodes_needed(Needs.of(settings, device_kind="cuda"), slots_per_node=per_node),
+        num_nodes=num_nodes or nodes_needed(needs, slots_per_node=per_node),
         stages=stages,
         engine=engine,
-        colocated=colocated,
-        asleep=ASLEEP_BYTES if colocated else 0,
+        colocated=needs.colocated,
+        asleep=ASLEEP_BYTES if needs.colocated else 0,
         handover=handover,
-        host_per_node=on_ranks + on_engines if colocated else max(on_ranks, on_engines),
+        host_per_node=on_ranks + on_engines if needs.colocated else max(on_ranks, on_engines),
     )
 
 

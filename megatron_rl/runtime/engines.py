@@ -70,9 +70,10 @@ class EngineWorker:
             for node_rank, (options, shared) in enumerate(elsewhere, start=1)
         ]
 
-    def host(self) -> str:
-        """Return the address of this node."""
-        return self._engine.host
+    def call(self, method: str, **keywords: Any) -> Any:
+        """Return the result of a method of this node's Engine, or the value of a property."""
+        found = getattr(self._engine, method)
+        return found(**keywords) if callable(found) else found
 
     def _check_others(self) -> None:
         """Raise EngineError where a server on another node of the engine ended."""
@@ -108,14 +109,10 @@ class EngineWorker:
         """Start the server, once, and wait at most `timeout_s` until requests are served."""
         if self._address is None:
             self._runs = [other.run.remote(timeout_s) for other in self._others]
-            hosts = ray.get([other.host.remote() for other in self._others], timeout=timeout_s)
+            hosts = ray.get([other.call.remote("host") for other in self._others], timeout=timeout_s)
             address = self._engine.start(timeout_s=timeout_s)
             self._address = replace(address, hosts=(self._engine.host, *hosts)) if hosts else address
         return self._address
-
-    def is_still(self, **hang: bool) -> bool:
-        """Return `Engine.is_still` of this server."""
-        return self._engine.is_still(**hang)
 
     def end(self, fault: str, *, hangs: bool = False, **hang: bool) -> None:
         """End a server that runs, because of its `fault`; one that `hangs` only if its processes do no work, see `Engine.is_still`."""
@@ -123,7 +120,7 @@ class EngineWorker:
             return
         if hangs:
             # The main process on another node never does work.
-            looks = [other.is_still.remote(**{**hang, "answers": True}) for other in self._others]
+            looks = [other.call.remote("is_still", **{**hang, "answers": True}) for other in self._others]
             if not (self._engine.is_still(**hang) or any(ray.get(looks, timeout=ENGINES_STOP_S))):
                 return
         self._fault = fault

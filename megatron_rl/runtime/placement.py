@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_rl.config.settings import Settings
+from megatron_rl.config.settings import RolloutSettings, TopologySettings
 from megatron_rl.errors import UserError, counted
 
 
@@ -33,16 +33,21 @@ class Needs:
     unit: Literal["CPU", "GPU"] = "GPU"
 
     @classmethod
-    def of(cls, settings: Settings, *, device_kind: Literal["cpu", "cuda"], trains: bool = True, generates: bool = True) -> "Needs":
-        """Return the needs of a run of these settings: an evaluation does not train and has no ranks, a replay does not generate."""
-        has_engines = generates and not (trains and settings.supervised)
+    def of(
+        cls, topology: TopologySettings | None, rollout: RolloutSettings | None, *, colocate: bool, device_kind: Literal["cpu", "cuda"]
+    ) -> "Needs":
+        """Return the needs of a run: no ranks without a `topology`, as in an evaluation, no engines without a `rollout`, as in a replay."""
+        num_ranks = 0 if topology is None else topology.num_ranks
+        unit: Literal["CPU", "GPU"] = "GPU" if device_kind == "cuda" else "CPU"
+        if rollout is None:
+            return cls(num_ranks=num_ranks, num_engines=0, slots_per_engine=1, unit=unit)
         return cls(
-            num_ranks=settings.training.topology.num_ranks if trains else 0,
-            num_engines=settings.rollout.num_engines if has_engines else 0,
-            slots_per_engine=settings.rollout.ranks_per_engine if device_kind == "cuda" else settings.rollout.nodes_per_engine,
-            nodes_per_engine=settings.rollout.nodes_per_engine,
-            colocated=trains and has_engines and settings.runtime.colocate,
-            unit="GPU" if device_kind == "cuda" else "CPU",
+            num_ranks=num_ranks,
+            num_engines=rollout.num_engines,
+            slots_per_engine=rollout.ranks_per_engine if device_kind == "cuda" else rollout.nodes_per_engine,
+            nodes_per_engine=rollout.nodes_per_engine,
+            colocated=colocate and topology is not None,
+            unit=unit,
         )
 
     @property

@@ -97,13 +97,14 @@ def preflight(
     """
     run, model, data, runtime = settings.run, settings.model, settings.data, settings.runtime
     generates = replay is None and not settings.supervised
-    check_reward: Checks = [partial(_check_reward, settings.reward)] if generates else []
-    target = find_target(settings, config_only=config_only, generates=replay is None)
+    reward = settings.reward if generates else None
+    target = find_target(settings.training.topology, settings.rollout if generates else None, runtime, config_only=config_only)
     of_config = [*_config_checks(settings, target, generates=generates)]
     if replay is not None:
-        of_config.append(partial(_check_record, replay, settings, resume=resume))
+        of_config.append(partial(_check_record, replay, run.directory, settings.rollout.sampling, settings.objective, resume=resume))
     if config_only:
-        return _run_checks([*of_config, *check_reward], setting_notes(settings))
+        of_config += [] if reward is None else [partial(_check_reward, reward)]
+        return _run_checks(of_config, setting_notes(settings))
     if runtime.cluster.gpu is not None and runtime.ray_address is None and local_device().kind == "cpu":
         raise UserError(no_gpu(runtime.cluster.gpu, "this machine"))
     checks: Checks = [
@@ -117,7 +118,7 @@ def preflight(
         lambda: check_ends(load_tokenizer(model.path), model.path),
     ]
     if replay is None:
-        checks += _data_checks(settings, check_reward, probe=probe)
+        checks += _data_checks(data, settings.eval, model.path, reward, seed=run.seed, probe=probe)
     checks.append(partial(_check_disk, run, model.path, has_critic=settings.objective.has_critic))
     if runtime.ray_address is None and local_device().kind == "cpu":
         engines = settings.rollout.num_engines if generates else 0
@@ -130,15 +131,16 @@ def preflight(
     return _run_checks(checks, setting_notes(settings))
 
 
-def _data_checks(settings: Settings, check_reward: Checks, *, probe: bool) -> Checks:
-    """Return the checks of rows and reward function, which are called where they may be probed, else found."""
-    data, sets = settings.data, settings.eval.sets.values()
+def _data_checks(
+    data: DataSettings, evaluation: EvalSettings, model: Path, reward: RewardSettings | None, *, seed: int, probe: bool
+) -> Checks:
+    """Return the checks of rows and reward function, if any, which are called where they may be probed, else found."""
     checks: Checks = [] if data.source is None else [partial(require, data.source, "data_source", data.args)]
     if probe:
-        reward = None if settings.supervised else settings.reward
-        return [*checks, partial(_check_rows, data, settings.eval, settings.model.path, reward, seed=settings.run.seed)]
-    paths = dict.fromkeys((*(files.path for files in data.sources), *(each.data for each in sets)))
-    return [*checks, *(partial(_check_found, path) for path in paths), *check_reward]
+        return [*checks, partial(_check_rows, data, evaluation, model, reward, seed=seed)]
+    paths = dict.fromkeys((*(files.path for files in data.sources), *(each.data for each in evaluation.sets.values())))
+    checks += [partial(_check_found, path) for path in paths]
+    return checks if reward is None else [*checks, partial(_check_reward, reward)]
 
 
 def check_interface(runtime: RuntimeSettings) -> None:
@@ -155,10 +157,11 @@ def check_interface(runtime: RuntimeSettings) -> None:
         )
 
 
-def _check_record(replay: Path, settings: Settings, *, resume: bool) -> list[str]:
+def _check_record(replay: Path, directory: Path, sampling: SamplingSettings, objective: Objective, *, resume: bool) -> list[str]:
     notes: list[str] = []
-    open_record(replay, settings, resume=resume, note=notes.append)[0].close()
-    return notes
+    recorded, _ = open_record(replay, directory, sampling=sampling, objective=objective, resume=resume, note=notes.append)
+    with recorded:
+        return notes
 
 
 def _config_checks(settings: Settings, target: Target, *, generates: bool) -> Checks:

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.algorithms.objective import Objective
 from megatron_rl.checkpoints import manifest
 from megatron_rl.checkpoints.run_checkpoints import (
     POLICY_LINK,
@@ -20,7 +21,7 @@ from megatron_rl.checkpoints.run_checkpoints import (
     newest_checkpoint,
 )
 from megatron_rl.config.load import parse_yaml
-from megatron_rl.config.settings import RunSettings, Settings
+from megatron_rl.config.settings import RunSettings, SamplingSettings
 from megatron_rl.config.yaml_text import by_path, format_value
 from megatron_rl.data.buffer import BUFFER_FILE
 from megatron_rl.data.position import difference
@@ -191,13 +192,15 @@ def _check_written_files(directory: Path, *, has_buffer: bool) -> None:
         check_database(directory / BUFFER_FILE)
 
 
-def open_record(replay: Path, settings: Settings, *, resume: bool, note: Callable[[str], None]) -> tuple[Recorded, int]:
-    """Return the record at `replay`, and the number of its steps before the first of the run, in a note.
+def open_record(
+    replay: Path, directory: Path, *, sampling: SamplingSettings, objective: Objective, resume: bool, note: Callable[[str], None]
+) -> tuple[Recorded, int]:
+    """Return the record at `replay`, and the number of its steps before the first of the run in `directory`, in a note.
 
     Raises UserError for one that does not fit: without a step, of the run itself, sampled from
     another distribution than the one to train, or of samples that the estimator cannot take.
     """
-    recorded, directory = Recorded(replay), settings.run.directory
+    recorded = Recorded(replay)
     if recorded.path.parent.resolve() == directory.resolve():
         raise UserError(f"--replay is {replay}, which is run.directory itself; give run.directory a new one")
     steps = recorded.recorded_steps()
@@ -210,13 +213,13 @@ def open_record(replay: Path, settings: Settings, *, resume: bool, note: Callabl
         raise UserError(
             f"{recorded.path} ends with step {steps[-1]}, and the checkpoint is of step {done + before}: nothing is left to replay"
         )
-    own = {f"rollout.sampling.{name}": value for name, value in settings.rollout.sampling.model_dump(mode="json").items()}
+    own = {f"rollout.sampling.{name}": value for name, value in sampling.model_dump(mode="json").items()}
     for (made_by,) in recorded.read("SELECT DISTINCT made_by FROM groups WHERE made_by IS NOT NULL AND consumed_step IS NOT NULL"):
         then, now = ({name: one.get(name) for name in _DISTRIBUTION} for one in (json.loads(made_by), own))
         if then != now:
             raise UserError(f"{recorded.path} cannot be trained on: {difference(json.dumps(then), json.dumps(now))}; set what it was")
     if recorded.read(_SEVERAL, (done + before,)):
-        check_returns(settings.objective)
+        check_returns(objective)
     note(f"step {done + 1} trains on step {done + 1 + before} of {recorded.path}, whose record ends with step {steps[-1]}")
     return recorded, before
 

@@ -159,7 +159,7 @@ class RunStart:
         settings = self.settings
         self._claim_directory()
         prompts = self._read_prompts(supervised=True)
-        ranks = self.ranks = TrainerGroup(settings, reservation=self.reserve(), watchdog=self.watchdog)
+        ranks = self.ranks = TrainerGroup(settings, reservation=self.reserve(generates=False), watchdog=self.watchdog)
         self._start_ranks(ranks, resume=resume)
         groups = settings.data.prompts_per_step
         return partial(SupervisedRun, settings.run, groups_per_step=groups, source=prompts.source, ranks=ranks)
@@ -168,7 +168,10 @@ class RunStart:
         """Do as `supervised` with the batches that the run at `replay` recorded."""
         settings = self.settings
         self._claim_directory()
-        recorded, before = open_record(replay, settings, resume=resume, note=self.report.note)
+        sampling, objective = settings.rollout.sampling, settings.objective
+        recorded, before = open_record(
+            replay, settings.run.directory, sampling=sampling, objective=objective, resume=resume, note=self.report.note
+        )
         self.life.enter_context(recorded)
         ranks = self.ranks = TrainerGroup(settings, reservation=self.reserve(generates=False), watchdog=self.watchdog)
         self._start_ranks(ranks, resume=resume)
@@ -236,12 +239,14 @@ class RunStart:
         self._manager = manager
         return manager
 
-    def reserve(self, **kind: bool) -> Reservation:
-        """Start or join Ray, and reserve a place for every process, once; `kind` as in `Needs.of`."""
+    def reserve(self, *, trains: bool = True, generates: bool = True) -> Reservation:
+        """Start or join Ray, and reserve, once, a place for every rank where a run `trains`, and for every engine where it `generates`."""
         if self._reservation is not None:
             return self._reservation
-        runtime, directory = self.settings.runtime, self.settings.run.directory
-        on_cpu = Needs.of(self.settings, device_kind="cpu", **kind)
+        settings, runtime, directory = self.settings, self.settings.runtime, self.settings.run.directory
+        topology, rollout = settings.training.topology if trains else None, settings.rollout if generates else None
+        needs_on = partial(Needs.of, topology, rollout, colocate=runtime.colocate)
+        on_cpu = needs_on(device_kind="cpu")
         with self.report.part("Ray"):
             num_processes = on_cpu.num_ranks + on_cpu.num_engines
             cluster = ray_cluster(address=runtime.ray_address, num_processes=num_processes, logs=directory / "logs" / "ray")
@@ -253,7 +258,7 @@ class RunStart:
         device_kind = cluster_device_kind()
         if device_kind == "cpu" and runtime.cluster.gpu is not None:
             raise UserError(no_gpu(runtime.cluster.gpu, "the Ray cluster"))
-        needs = on_cpu if device_kind == "cpu" else Needs.of(self.settings, device_kind=device_kind, **kind)
+        needs = on_cpu if device_kind == "cpu" else needs_on(device_kind=device_kind)
         variables = shared_variables(os.environ, device_kind=device_kind, interface=runtime.network_interface)
         if variables:
             self.report.note(f"every rank and engine has {' '.join(f'{name}={value}' for name, value in variables.items())}")

@@ -2,11 +2,12 @@
 
 import os
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from megatron_rl.config.gpus import find_gpu
-from megatron_rl.config.settings import ModelSettings, Settings
+from megatron_rl.config.settings import ModelSettings, RolloutSettings, RuntimeSettings, TopologySettings
 from megatron_rl.models.attention.attention_choice import Attention, resolve_attention
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.runtime.placement import Needs, Placement, nodes_needed, place
@@ -45,20 +46,21 @@ class Target:
         return None if self.nodes is None else place(self.needs, nodes=self.nodes)
 
 
-def find_target(settings: Settings, *, config_only: bool, generates: bool = True) -> Target:
-    """Return the target of a run of these settings, here, or with `config_only` elsewhere; one that `generates` has engines.
+def find_target(topology: TopologySettings, rollout: RolloutSettings | None, runtime: RuntimeSettings, *, config_only: bool) -> Target:
+    """Return the target of a run, here, or with `config_only` elsewhere; a run without a `rollout` has no engines.
 
     Raises UserError for an unknown GPU type and for an engine larger than a node.
     """
-    cluster, ray_address = settings.runtime.cluster, settings.runtime.ray_address
+    cluster, ray_address = runtime.cluster, runtime.ray_address
+    needs_on = partial(Needs.of, topology, rollout, colocate=runtime.colocate)
     if cluster.gpu is not None and (config_only or ray_address is not None):
-        kind, needs = find_gpu(cluster.gpu), Needs.of(settings, device_kind="cuda", generates=generates)
+        kind, needs = find_gpu(cluster.gpu), needs_on(device_kind="cuda")
         slots = cluster.gpus_per_node or kind.per_node
         described = (slots,) * (cluster.num_nodes or nodes_needed(needs, slots_per_node=slots))
         device = Device("cuda", torch.device("cuda", 0), "nccl")
         return Target(device=device, capability=kind.capability, here=False, needs=needs, nodes=described)
     device = local_device()
-    needs = Needs.of(settings, device_kind=device.kind, generates=generates)
+    needs = needs_on(device_kind=device.kind)
     nodes: tuple[int, ...] | None = None
     if ray_address is None:
         # A CPU is shared where there are too few: slower, but right.

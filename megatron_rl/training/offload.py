@@ -92,10 +92,12 @@ class ModelMemory:
         returned = [stored for part in PARTS if part in set(parts) & self.away for stored in self._away.pop(part)]
         for stored in returned:
             stored.storage.resize_(stored.num_bytes)
+            pieces = _pieces_of(stored.storage)
             if stored.host is None:
-                _bytes_of(stored.storage).zero_()
+                for here in pieces:
+                    here.zero_()
             else:
-                for piece, here in zip(stored.host, _pieces_of(stored.storage), strict=True):
+                for piece, here in zip(stored.host, pieces, strict=True):
                     here.copy_(piece, non_blocking=True)
         self._synchronize()
         for piece in (piece for stored in returned for piece in stored.host or ()):
@@ -139,14 +141,10 @@ class ModelMemory:
             torch.cuda.empty_cache()
 
 
-def _bytes_of(storage: UntypedStorage) -> Tensor:
-    """The whole storage as a tensor [bytes] uint8."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
 def _pieces_of(storage: UntypedStorage) -> tuple[Tensor, ...]:
-    """The whole storage as tensors of `piece_sizes`."""
-    return _bytes_of(storage).split(piece_sizes(storage.nbytes()))
+    """The whole storage as tensors [bytes] uint8 of `piece_sizes`."""
+    whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    return whole.split(piece_sizes(storage.nbytes()))
 
 
 def _tensors(model: TrainedModel, part: Part) -> Iterator[Tensor]:

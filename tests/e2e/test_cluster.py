@@ -79,7 +79,7 @@ settings = Settings.model_validate({
     "run": {"directory": "x"}, "model": {"path": sys.argv[2]}, "data": {"train": "x"}, **json.loads(sys.argv[1]),
 })
 ray.init(num_cpus=8, num_gpus=4, include_dashboard=False, object_store_memory=150 * 2**20, log_to_driver=False)
-needs = Needs.of(settings, device_kind="cuda")
+needs = Needs.of(settings.training.topology, settings.rollout, colocate=settings.runtime.colocate, device_kind="cuda")
 with Watchdog() as watchdog:
     reservation = reserve(needs, cluster=ClusterSettings(), device_kind="cuda", timeout_s=60)
     trainers = TrainerGroup(settings, reservation=reservation, watchdog=watchdog)

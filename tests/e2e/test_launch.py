@@ -178,7 +178,7 @@ def test_a_multiple_of_the_nodes_is_filled(name: str, environment: dict[str, str
     assert nodes is not None
     grown = settings_of("--nodes", str(3 * nodes))
     assert (grown.training.topology.num_ranks, grown.rollout.num_engines) == (3 * ranks, 3 * engines)
-    placement = find_target(grown, config_only=True).placement()
+    placement = find_target(grown.training.topology, grown.rollout, grown.runtime, config_only=True).placement()
     assert placement is not None and len(placement.nodes) == 3 * nodes
     # What the user says goes, and what no multiple fills is left to the check.
     assert settings_of("--nodes", str(2 * nodes), "rollout.num_engines=1").rollout.num_engines == 1

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -58,7 +58,7 @@ def fake_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """What `train --check` says of the launch."""
     plan, target = ModuleType("megatron_rl.planning.launch_plan"), ModuleType("megatron_rl.runtime.target")
     vars(plan).update(launch_plan=lambda settings, target, replay: {"layout": {"tp": 2}})
-    vars(target).update(find_target=lambda settings, config_only, generates: None)
+    vars(target).update(find_target=lambda topology, rollout, runtime, *, config_only: None)
     rows = ModuleType("megatron_rl.data.overview")
     vars(rows).update(overview=lambda prompts: {"data.train": "3 prompts"})
     monkeypatch.setattr("megatron_rl.data.source.RunPrompts.read", lambda *args, **kind: None)
@@ -123,7 +123,7 @@ def test_of_a_run_that_does_not_fit_the_plan_alone_is_printed(
     memory, spec = ModuleType("megatron_rl.planning.run_plan"), ModuleType("megatron_rl.models.read_spec")
     vars(memory).update(plan_run=lambda settings, spec, *, gpu, num_nodes: found)
     vars(spec).update(read_model_spec=lambda path: None)
-    vars(target).update(find_target=lambda settings, config_only, generates: None)
+    vars(target).update(find_target=lambda topology, rollout, runtime, *, config_only: None)
     rows = ModuleType("megatron_rl.data.overview")
     vars(rows).update(overview=lambda prompts: {"data.train": "3 prompts"})
     monkeypatch.setattr("megatron_rl.data.source.RunPrompts.read", lambda *args, **kind: None)
@@ -462,7 +462,7 @@ def test_weights_only_needs_a_resume(capsys: pytest.CaptureFixture[str]) -> None
 def test_a_replay_is_checked_as_one_without_engines(
     calls: list[tuple[str, Any]], config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron_rl.cli.opened", lambda path: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr("megatron_rl.cli.opened", lambda path: nullcontext())
     assert main(["train", config, "--replay", str(tmp_path)]) == 0 and main(["train", config]) == 0
     assert [asked["replay"] for name, (_, asked) in calls if name == "preflight"] == [tmp_path, None]
 

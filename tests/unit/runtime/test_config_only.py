@@ -13,7 +13,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.models.read_spec import read_model_spec
 from megatron_rl.planning.launch_plan import launch_plan
 from megatron_rl.runtime.preflight import preflight
-from megatron_rl.runtime.target import find_target
+from megatron_rl.runtime.target import Target, find_target
 
 preflight_config = partial(preflight, config_only=True)
 
@@ -38,10 +38,14 @@ def elsewhere(tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pyte
     return settings
 
 
+def target_of(settings: Settings) -> Target:
+    return find_target(settings.training.topology, settings.rollout, settings.runtime, config_only=True)
+
+
 def test_config_only_needs_neither_gpus_nor_weights_nor_data(elsewhere: Callable[..., Settings]) -> None:
     settings = elsewhere()
     assert preflight_config(settings) == []
-    target = find_target(settings, config_only=True)
+    target = target_of(settings)
     attention = target.attention(settings.model, read_model_spec(settings.model.path), cp=1)
     assert (target.device.kind, attention, target.nodes) == ("cuda", "transformer_engine", (8, 8))
     tables = launch_plan(settings, target)
@@ -85,7 +89,7 @@ def test_kernels_are_not_looked_for_where_a_run_is_planned(elsewhere: Callable[.
 def test_the_attention_of_the_gpus_is_printed(elsewhere: Callable[..., Settings], gpu: str, attention: str) -> None:
     settings = elsewhere(f"runtime.cluster.gpu={gpu}")
     assert preflight_config(settings) == []
-    assert launch_plan(settings, find_target(settings, config_only=True))["What it would run on"]["attention"] == attention
+    assert launch_plan(settings, target_of(settings))["What it would run on"]["attention"] == attention
     asked = elsewhere(f"runtime.cluster.gpu={gpu}", "model.attention=transformer_engine")
     if attention == "torch":
         with pytest.raises(UserError, match=r"heads of 16 .* 8\.0; set model\.attention=torch, or .*attention_backend=flash"):
@@ -112,7 +116,7 @@ def test_idle_nodes_are_refused_with_the_numbers_that_fill_them(elsewhere: Calla
 
 
 def test_nodes_are_counted_when_they_are_not_set(elsewhere: Callable[..., Settings]) -> None:
-    assert find_target(elsewhere("runtime.cluster.num_nodes=null", "training.topology.num_ranks=16"), config_only=True).nodes == (8, 8, 8)
+    assert target_of(elsewhere("runtime.cluster.num_nodes=null", "training.topology.num_ranks=16")).nodes == (8, 8, 8)
 
 
 def test_a_run_for_gpus_is_refused_where_there_are_none(elsewhere: Callable[..., Settings]) -> None:

@@ -59,7 +59,7 @@ class Nodes:
     def actor(self, **options: Any) -> Any:
         def remote(*arguments: Any, **keywords: Any) -> Any:
             worker = WORKER(*arguments, **keywords)
-            calls = {name: SimpleNamespace(remote=partial(self.call, getattr(worker, name))) for name in ("host", "is_still", "stop")}
+            calls = {name: SimpleNamespace(remote=partial(self.call, getattr(worker, name))) for name in ("call", "stop")}
             return SimpleNamespace(**calls, run=SimpleNamespace(remote=lambda timeout_s: self.run(timeout_s)))
 
         self.options.append(options)
@@ -69,9 +69,9 @@ class Nodes:
         self.runs.append(Future())
         return self.runs[-1]
 
-    def call(self, method: Any, **keywords: Any) -> Future[Any]:
+    def call(self, method: Any, *arguments: Any, **keywords: Any) -> Future[Any]:
         done: Future[Any] = Future()
-        done.set_result(method(**keywords))
+        done.set_result(method(*arguments, **keywords))
         return done
 
     def get(self, refs: list[Future[Any]], timeout: float | None = None) -> list[Any]:

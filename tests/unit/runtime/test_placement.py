@@ -195,12 +195,20 @@ def test_usable_nodes_are_those_that_the_settings_describe() -> None:
 def test_what_a_run_needs_follows_from_its_settings() -> None:
     overrides = ("rollout.sglang.tp_size=2", "rollout.num_engines=3", "training.topology.num_ranks=6")
     settings = load_settings(None, ["run.directory=run", "model.path=model", "data.train=train.jsonl", *overrides])
-    assert Needs.of(settings, device_kind="cuda") == Needs(num_ranks=6, num_engines=3, slots_per_engine=2, colocated=False, unit="GPU")
-    assert Needs.of(settings, device_kind="cpu") == Needs(num_ranks=6, num_engines=3, slots_per_engine=1, colocated=False, unit="CPU")
-    assert Needs.of(settings, device_kind="cuda", trains=False).num_ranks == 0
+    topology, rollout = settings.training.topology, settings.rollout
+    on_gpus, on_cpus = ({"colocate": False, "device_kind": kind} for kind in ("cuda", "cpu"))
+    assert Needs.of(topology, rollout, **on_gpus) == Needs(num_ranks=6, num_engines=3, slots_per_engine=2, colocated=False, unit="GPU")
+    assert Needs.of(topology, rollout, **on_cpus) == Needs(num_ranks=6, num_engines=3, slots_per_engine=1, colocated=False, unit="CPU")
+    assert Needs.of(None, rollout, **on_gpus).num_ranks == 0
+    # What does not train or does not generate shares nothing.
+    colocated = {**on_gpus, "colocate": True}
+    assert Needs.of(topology, rollout, **colocated).slots == 6 and Needs.of(None, rollout, **colocated).slots == 6
+    alone = Needs.of(topology, None, **colocated)
+    assert (alone.slots, alone.num_engines, alone.colocated, str(alone)) == (6, 0, False, "6 ranks = 6 GPUs")
     spread = load_settings(None, ["run.directory=run", "model.path=model", "data.train=train.jsonl", *overrides, "rollout.sglang.nnodes=2"])
     for kind, slots in (("cuda", 2), ("cpu", 2)):
-        assert (wanted := Needs.of(spread, device_kind=kind)).slots_per_engine == slots and wanted.nodes_per_engine == 2
+        wanted = Needs.of(topology, spread.rollout, colocate=False, device_kind=kind)
+        assert wanted.slots_per_engine == slots and wanted.nodes_per_engine == 2
 
 
 def test_the_variables_of_a_run_reach_every_ray_process() -> None:

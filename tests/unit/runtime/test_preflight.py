@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -410,17 +409,23 @@ def test_a_replay_needs_no_engines(check: Callable[..., list[str]], words: list[
     monkeypatch.setattr(module, "available_memory_bytes", lambda: GIB)
     (note,) = check()
     assert "1 rank and 1 engine take at least" in note
-    monkeypatch.setattr(module, "open_record", lambda *_, **__: (SimpleNamespace(close=lambda: None), 0))
+    monkeypatch.setattr(module, "open_record", lambda *_, **__: (nullcontext(), 0))
     # Neither data nor code of the rollout is asked.
     gone = ("data.train=gone.jsonl", "reward.function=gone:score", "rollout.environment=gone:Gone")
     assert check(*gone, replay=Path("run")) == []
-    needs = find_target(load_settings(None, words), config_only=False, generates=False).needs
+    settings = load_settings(None, words)
+    needs = find_target(settings.training.topology, None, settings.runtime, config_only=False).needs
     assert (needs.num_ranks, needs.num_engines) == (1, 0)
+
+
+def launched(settings: Settings) -> dict[str, dict[str, str]]:
+    rollout = None if settings.supervised else settings.rollout
+    return launch_plan(settings, find_target(settings.training.topology, rollout, settings.runtime, config_only=False))
 
 
 def test_plan_says_what_would_be_launched(words: list[str]) -> None:
     settings = load_settings(None, [*words, "training.topology={num_ranks: 2, tp: 2}", "rollout.sglang.mem_fraction_static=0.5"])
-    sizes, processes, places, backends = launch_plan(settings, find_target(settings, config_only=False)).values()
+    sizes, processes, places, backends = launched(settings).values()
     assert places == {"node 0": "ranks 0-1 on CPUs 0-1; engine 0 on CPU 2"}
     assert sizes["sequences per step"] == "4 prompts × 2 samples = 8"
     assert sizes["tokens per step"] == "at most 24 × 8 = 192"
@@ -441,19 +446,19 @@ def test_plan_names_the_transport_and_its_reason(words: list[str]) -> None:
     assert said("runtime.colocate=true", kind="cuda").startswith("ipc: the memory of the shared GPU (")
     assert said("weights.transport=disk", "runtime.colocate=true") == "disk: files in run.directory (weights.transport)"
     settings = load_settings(None, words)
-    processes = launch_plan(settings, find_target(settings, config_only=False))["What would be launched"]
+    processes = launched(settings)["What would be launched"]
     assert processes["weight sync"] == said()
 
 
 def test_plan_has_the_critic(words: list[str]) -> None:
     settings = load_settings(None, [*words, "objective.preset=ppo"])
-    processes = launch_plan(settings, find_target(settings, config_only=False))["What would be launched"]
+    processes = launched(settings)["What would be launched"]
     assert processes["critic"] == "on the same ranks, learning rate 0.001"
 
 
 def test_plan_of_supervised_training_has_no_engine(words: list[str]) -> None:
     settings = load_settings(None, [*words, "objective.policy_loss=sft"])
-    processes = launch_plan(settings, find_target(settings, config_only=False))["What would be launched"]
+    processes = launched(settings)["What would be launched"]
     assert processes["SGLang"].startswith("none")
     assert "reward workers" not in processes
 

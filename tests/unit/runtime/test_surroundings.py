@@ -25,7 +25,8 @@ def beside(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Mapping[str, Sequen
         settings = load_settings(None, [*WORDS, f"runtime.colocate={str(colocate).lower()}"])
         made: list[Surroundings] = []
         monkeypatch.setattr(start, "TRANSPORTS", {settings.weight_transport: made.append})
-        placement = place(Needs.of(settings, device_kind="cuda"), nodes=[8])
+        needs = Needs.of(settings.training.topology, settings.rollout, colocate=colocate, device_kind="cuda")
+        placement = place(needs, nodes=[8])
         reservation: Any = SimpleNamespace(device_kind="cuda", placement=placement)
         addresses: Any = [SimpleNamespace(url=url, hosts=()) for url in ("a", "b")]
         start.make_transport(settings, SimpleNamespace(free_address=None), reservation, addresses, urls)  # type: ignore[arg-type]
