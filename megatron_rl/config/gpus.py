@@ -30,6 +30,8 @@ class Gpu:
 GPUS: Mapping[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
+        Gpu("L4-24", (8, 9), 23034 * 2**20, host_bytes=768 * GIB),
+        Gpu("L40S-48", (8, 9), 46068 * 2**20),
         Gpu("A100-40", (8, 0), 40 * GIB, host_bytes=1024 * GIB),
         Gpu("A100-80", (8, 0), 80 * GIB),
         Gpu("H100-80", (9, 0), 81559 * 2**20),

@@ -5,6 +5,8 @@ import textwrap
 import unicodedata
 from collections.abc import Iterator
 
+from rich.cells import chop_cells
+
 from megatron_rl.types import Sample
 
 _ACTING = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
@@ -48,7 +50,8 @@ def sample_lines(**parts: str | None) -> Iterator[str]:
         if len(text) > _MOST_LETTERS:
             text = f"{text[:half]}\n[... {len(text) - _MOST_LETTERS:,} characters left out ...]\n{text[-half:]}"
         for number, line in enumerate(visible(text, only_ascii=only_ascii).expandtabs(4).split("\n")):
-            pieces = textwrap.wrap(line, 68, replace_whitespace=False, drop_whitespace=False) or [""]
+            wrapped = textwrap.wrap(line, 68, replace_whitespace=False, drop_whitespace=False)
+            pieces = [piece for each in wrapped for piece in chop_cells(each, 68)] or [""]
             yield from (f"{name if not number + place else '':>10}  {piece}".rstrip() for place, piece in enumerate(pieces))
 
 
@@ -56,5 +59,6 @@ def lines_of(sample: Sample, *, step: int) -> Iterator[str]:
     """Yield a sample of `step` with prompt, label and reward, for a terminal."""
     reward = sample.reward
     words = "no reward" if reward is None else f"reward {reward.value:.4g}" if reward.value is not None else reward.outcome.value
-    yield f"step {step}: {words}, {len(sample.response_ids)} tokens, ended by {sample.stop_reason.value}, group {sample.group_id!r}"
+    ended = f"{len(sample.response_ids)} tokens, ended by {sample.stop_reason.value}"
+    yield from textwrap.wrap(f"step {step}: {words}, {ended}, group {sample.group_id!r}", 80)
     yield from sample_lines(prompt=sample.prompt.text, label=sample.prompt.label, answer=sample.response_text)

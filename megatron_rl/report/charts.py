@@ -191,20 +191,24 @@ def _heat(title: str, of: ByStep) -> Any:
     """Return the share of the values of each step in each bin, outer hundredths in the outer bins."""
     values = {step: np.concatenate(of[step]) for step in sorted(of)}
     low, high = np.quantile(np.concatenate(list(values.values())), [0.005, 0.995])
-    edges = np.linspace(low, high if high > low else low + 1.0, _BINS + 1)
+    size, bins = max(abs(low), abs(high)), _BINS
+    if high - low <= 1e-3 * size or not size:
+        # Equal numbers, but for rounding, would have bins without a height.
+        low, high, bins = low - (size / 20 or 0.5), high + (size / 20 or 0.5), 1
+    edges = np.linspace(low, high, bins + 1)
     rows = []
     for step, numbers in values.items():
         counts, _ = np.histogram(np.clip(numbers, edges[0], edges[-1]), edges)
         for index in np.flatnonzero(counts):
             share = float(f"{counts[index] / counts.sum():.3g}")
-            rows.append({"s": str(step), "a": float(f"{edges[index]:.4g}"), "b": float(f"{edges[index + 1]:.4g}"), "v": share})
+            rows.append({"s": str(step), "a": float(f"{edges[index]:.6g}"), "b": float(f"{edges[index + 1]:.6g}"), "v": share})
     order = [str(step) for step in values]
     return (
         alt.Chart(alt.Data(values=rows), title=title, width=430, height=180)
         .mark_rect()
         .encode(
             x=alt.X("s:O", title="step", sort=order, axis=alt.Axis(labelOverlap=True)),
-            y=alt.Y("a:Q", title=None, scale=alt.Scale(zero=False), axis=alt.Axis(format=".4~g")),
+            y=alt.Y("a:Q", title=None, scale=alt.Scale(zero=False), axis=alt.Axis(format=".6~g")),
             y2="b:Q",
             color=alt.Color("v:Q", title="share", scale=alt.Scale(scheme="viridis", domain=[0, 1])),
             tooltip=["s:O", alt.Tooltip("a:Q", title="from"), alt.Tooltip("b:Q", title="to"), alt.Tooltip("v:Q", title="share")],

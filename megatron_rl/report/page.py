@@ -28,7 +28,7 @@ from megatron_rl.errors import UserError, sized
 from megatron_rl.observe.advice import advise
 from megatron_rl.observe.groups_of_interest import Answer, GroupFacts, ends, facts, labels
 from megatron_rl.observe.metrics import find_info, is_beyond_healthy
-from megatron_rl.observe.sinks import METRICS_FILE, read_metrics
+from megatron_rl.observe.sinks import METRICS_FILE, read_metrics, read_times
 from megatron_rl.observe.summary import REPORT_FILE, SETTINGS_FILE, SUMMARY_FILE, Summary, read_summary
 from megatron_rl.observe.visible_text import visible
 from megatron_rl.report.curves import Steps, draw_curves, drawable
@@ -213,7 +213,8 @@ def spread_order(steps: Sequence[int]) -> list[int]:
 
 def run_facts(directory: Path, summary: Summary | None, settings: Settings | None, steps: Steps) -> Iterator[tuple[str, str]]:
     """Yield status, model, layout and data of a run, without absent measurements."""
-    written_s = (directory / METRICS_FILE).stat().st_mtime
+    path = directory / METRICS_FILE
+    written_s = max(read_times(path).values(), default=path.stat().st_mtime)
     status = f"no {SUMMARY_FILE}: the run goes on, or was killed" if summary is None else summary.status
     yield "status", f"{status}; the last row of metrics is of {time.strftime('%Y-%m-%d %H:%M:%S %z', time.localtime(written_s))}"
     yield "steps", str(max(steps, default=0)) + ("" if settings is None else f" of {settings.run.num_steps}")

@@ -1,6 +1,7 @@
 """Plans of public models on layouts that no machine here could hold, measured in a process that joins a pretended group."""
 
 import multiprocessing
+import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import replace
@@ -139,13 +140,23 @@ LARGE = {
     ),
     "Qwen3-235B on 64": ("Qwen3-235B-A22B", "H100-80", {"num_ranks": 64, "tp": 4, "pp": 2, "ep": 16, "etp": 1}, {}, 96.8, False),
 }
+SMALL = {
+    "4B on L4, tp 2": ("Qwen3-4B", "L4-24", {"num_ranks": 8, "tp": 2, "pp": 1, "ep": 1}, {}, 22.7, False),
+    "4B on L4": ("Qwen3-4B", "L4-24", {"num_ranks": 8, "tp": 4, "pp": 1, "ep": 1}, {}, 16.4, True),
+    "4B on L40S": ("Qwen3-4B", "L40S-48", {"num_ranks": 8, "tp": 1, "pp": 1, "ep": 1}, {}, 36.8, True),
+    "8B on L4": ("Qwen3-8B", "L4-24", {"num_ranks": 16, "tp": 8, "pp": 1, "ep": 1}, {}, 16.3, True),
+    "8B on A100": ("Qwen3-8B", "A100-40", {"num_ranks": 8, "tp": 4, "pp": 1, "ep": 1}, {}, 28.7, True),
+    "8B on L40S": ("Qwen3-8B", "L40S-48", {"num_ranks": 8, "tp": 2, "pp": 1, "ep": 1}, {}, 41.5, True),
+    "30B-A3B on L40S": ("Qwen3-30B-A3B", "L40S-48", {"num_ranks": 16, "tp": 4, "pp": 1, "ep": 16, "etp": 1}, {}, 39.5, True),
+}
+PAGE = LARGE | SMALL
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LARGE)
-def test_large_models(model_spec: Callable[[str], Any], run_settings: Callable[..., Settings], name: str) -> None:
-    model, gpu, topology, fields, peak, fits = LARGE[name]
-    settings = run_settings(**topology, sequence_parallel=True, megatron={**FULL_RECOMPUTE, **fields}, sglang={"tp_size": 8})
+@pytest.mark.parametrize("name", PAGE)
+def test_layouts_of_the_page(model_spec: Callable[[str], Any], run_settings: Callable[..., Settings], name: str) -> None:
+    model, gpu, topology, fields, peak, fits = PAGE[name]
+    settings = run_settings(**topology, sequence_parallel=topology["tp"] > 1, megatron={**FULL_RECOMPUTE, **fields}, sglang={"tp_size": 8})
     [plan] = planned(model_spec(model), settings, gpu=gpu)
     print("\n".join(plan.lines()))
     assert plan.peak / GIB == pytest.approx(peak, abs=0.1)
@@ -154,11 +165,11 @@ def test_large_models(model_spec: Callable[[str], Any], run_settings: Callable[.
 
 def test_the_layout_page_has_these_numbers() -> None:
     page = (Path(__file__).parents[2] / "examples" / "layout" / "README.md").read_text()
-    rows = {line for line in page.splitlines() if (line.startswith("| ") and " × " in line and "-80" in line) or "-141" in line}
+    rows = {line for line in page.splitlines() if re.match(r"\| \S+ \| \d+ × ", line)}
     assert rows == {
         f"| {model} | {topology['num_ranks']} × {gpu} | {topology['tp']} | {topology['pp']} | {topology['ep']} | {peak} | "
         f"{'yes' if fits else 'no'} |"
-        for model, gpu, topology, _, peak, fits in LARGE.values()
+        for model, gpu, topology, _, peak, fits in PAGE.values()
     }
 
 

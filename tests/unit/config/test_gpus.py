@@ -29,7 +29,7 @@ def test_names_are_found_in_any_case() -> None:
 def test_an_unknown_name_gets_the_closest() -> None:
     with pytest.raises(UserError, match=r"'H200-140' is not known.*did you mean H200-141"):
         find_gpu("H200-140")
-    with pytest.raises(UserError, match=r"known are A100-40.*give one of them"):
+    with pytest.raises(UserError, match=r"known are L4-24.*give one of them"):
         find_gpu("???")
 
 

@@ -1,6 +1,12 @@
+import io
 import unicodedata
 
-from megatron_rl.observe.visible_text import sample_lines, visible
+import numpy as np
+import pytest
+from rich.cells import cell_len
+
+from megatron_rl.observe.visible_text import lines_of, sample_lines, visible
+from megatron_rl.types import Prompt, Sample, StopReason
 
 
 def test_characters_that_act_are_shown_and_letters_stay() -> None:
@@ -26,3 +32,23 @@ def test_lines_of_a_sample_fit_80_columns_and_lose_no_word() -> None:
     assert line.strip() == "answer"
     long = "\n".join(sample_lines(answer="x" * 3000 + "y" * 3000))
     assert "2,000 characters left out" in long and long.count("x") == long.count("y") == 2000
+
+
+def test_wide_letters_and_long_names_fit_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), encoding="utf-8"))
+    ids, name = np.array([1]), f"{'source/' * 9}row 7"
+    prompt = Prompt(id=name, token_ids=ids, text="漢字" * 60)
+    sample = Sample(
+        index=0,
+        group_id=name,
+        prompt=prompt,
+        response_ids=ids,
+        loss_mask=np.array([True]),
+        rollout_log_probs=np.array([-0.5]),
+        weight_versions=np.array([0]),
+        response_text="é漢 " * 60,
+        stop_reason=StopReason.STOP,
+    )
+    lines = list(lines_of(sample, step=1))
+    assert max(map(cell_len, lines)) <= 80 and name.split()[0] in "".join(lines)
+    assert sum(line.count("漢") for line in lines) == 120

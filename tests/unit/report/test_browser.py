@@ -68,6 +68,8 @@ def test_a_page_works_from_a_file_and_by_keyboard(tmp_path: Path) -> None:
         await seen.until("document.querySelectorAll('.chart svg').length >= 2")
         await seen.until("document.querySelectorAll('table.dataTable').length >= 2")
         assert await seen.run("window.scrollY") == 0, "it opens at its top"
+        sticky = "[...document.querySelectorAll('nav')].filter((one) => getComputedStyle(one).position === 'sticky').length"
+        assert await seen.run(sticky) == 1, "the pages of a table have a nav, too, which must not cover the page's own"
         names = [name async for name in groups(seen)]
         assert len(set(names)) == len(names) >= 6
         await seen.press("n")
@@ -90,7 +92,7 @@ def test_a_page_works_from_a_file_and_by_keyboard(tmp_path: Path) -> None:
         assert await seen.run("document.querySelector('#positions canvas') !== null")
         await seen.run("document.querySelectorAll('#groups tbody tr')[1].click()")
         await seen.until(f"document.querySelector('#where').textContent === {json.dumps(names[1])}")
-        assert await seen.run("getComputedStyle(document.querySelector('.t.masked')).opacity") == "0.5"
+        assert await seen.run("getComputedStyle(document.querySelector('.t.masked')).opacity") == "0.65"
         # A page at twice the size still has no line beyond its window, but for tables and cards in boxes of their own.
         await seen.call("Emulation.setDeviceMetricsOverride", width=700, height=500, deviceScaleFactor=2, mobile=False)
         assert await seen.run("document.documentElement.scrollWidth <= 720")

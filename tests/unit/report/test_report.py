@@ -1,8 +1,11 @@
 import base64
+import itertools
 import json
 import math
+import os
 import re
 import sys
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -185,6 +188,27 @@ def test_a_page_of_200_steps_has_all_parts_within_3_megabytes(tmp_path: Path) ->
     assert "samples of 160 of 200 steps; --steps A-B shows others" in text
     assert "<td>0</td><td>held</td><td>accuracy</td><td>0.5</td><td>0.4</td><td>0.625</td><td>9 prompts</td>" in text
     assert "<th>reward.function</th><td>m:f</td>" in text and "200 of 100" in text
+
+
+@pytest.mark.parametrize("numbers", [[360.0] * 4, [0.0] * 3, [0.24999996, 0.25000001], [20000.0, 20010.0, 20060.0], [-1.5, 1.5]])
+def test_each_bin_of_a_distribution_has_a_height(numbers: list[float]) -> None:
+    charts = pytest.importorskip("megatron_rl.report.charts")
+    spec = charts._heat("x", {1: [np.array(numbers)]}).to_dict()
+    rows = sorted(spec["data"]["values"], key=lambda row: row["a"])
+    assert sum(row["v"] for row in rows) == pytest.approx(1, abs=0.01)
+    low, high = min(numbers), max(numbers)
+    slack = 0.01 * (high - low)
+    assert all(row["a"] < row["b"] for row in rows) and rows[0]["a"] <= low + slack and rows[-1]["b"] >= high - slack
+    assert all(one["b"] <= other["a"] for one, other in itertools.pairwise(rows))
+    assert len(rows) == (len(set(numbers)) if high - low > 1e-3 * abs(high) else 1)
+
+
+def test_the_last_row_keeps_its_time_in_a_copy(tmp_path: Path) -> None:
+    directory = write_run(tmp_path / "run", [[group("0-1", ["a"], [1.0])]])
+    last = json.loads((directory / "metrics.jsonl").read_text().splitlines()[-1])
+    os.utime(directory / "metrics.jsonl", (1e9, 1e9))
+    shown = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last["time"]))
+    assert f"the last row of metrics is of {shown}" in report_run(directory).read_text()
 
 
 def test_steps_and_marked_groups_choose_what_is_sent_around(tmp_path: Path) -> None:
