@@ -1,10 +1,13 @@
 """The charts of a report as Vega-Lite specifications, made by altair, and the scripts that draw them without a network."""
 
 import math
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import version
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from numpy.typing import NDArray
 from megatron_rl.errors import UserError
 from megatron_rl.observe.groups_of_interest import Answer, ends
 from megatron_rl.observe.metrics import healthy_bound
+from megatron_rl.observe.spans import Span
 from megatron_rl.report.curves import Panel, Steps, drawable
 from megatron_rl.system.files import write_atomic
 
@@ -40,9 +44,11 @@ _MORE = (
 )
 _PHASES = {"rollout_wait": "generation", "train": "training", "sync": "weight sync", "swap": "swap", "eval": "evaluation", "save": "save"}
 """Phases of a step that follow on each other, as the driver waits for them."""
+_PARTS = ("generation", "last request alone", "rewards", "forward, backward", "optimizer", *list(_PHASES.values())[1:])
+"""Parts of a step; `training` is then what is left of it."""
 
-_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
-"""Of Okabe and Ito: told apart with every kind of colour vision."""
+_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#f0e442", "#000000", "#999999", "#8c564b")
+"""Of Okabe and Ito, and two more: the first eight are told apart with every kind of colour vision."""
 
 ByStep = Mapping[int, Sequence[NDArray[np.float64]]]
 """Numbers of each step, in parts."""
@@ -69,18 +75,22 @@ def scripts() -> dict[str, str]:
 
 
 def all_charts(
-    steps: Steps, evaluations: Sequence[Sequence[Any]], answers: Sequence[Answer], tokens: Mapping[str, ByStep]
+    steps: Steps,
+    evaluations: Sequence[Sequence[Any]],
+    answers: Sequence[Answer],
+    tokens: Mapping[str, ByStep],
+    seconds: Mapping[int, Mapping[str, float]],
 ) -> dict[str, dict[str, Any]]:
-    """Return the charts of a page by section and name."""
+    """Return the charts of a page by section and name; `seconds` are those of `step_seconds`."""
     # Without the check of every part against the schema, which takes most of the time.
     with debug_mode(False):
-        curves, distributions = curve_charts(steps, evaluations), sample_charts(answers, tokens)
+        curves, distributions = curve_charts(steps, evaluations, seconds), sample_charts(answers, tokens)
         return {"curves": curves, "distributions": distributions, "others": {"positions": position_chart()}}
 
 
-def curve_charts(steps: Steps, evaluations: Sequence[Sequence[Any]]) -> dict[str, Any]:
+def curve_charts(steps: Steps, evaluations: Sequence[Sequence[Any]], seconds: Mapping[int, Mapping[str, float]]) -> dict[str, Any]:
     """Return the charts of a run's metrics by name, and of `evaluations`: step, set, estimate, value, low, high and number."""
-    found = {"seconds": _seconds(steps)}
+    found = {"seconds": _seconds(seconds)}
     for panel in (*drawable(steps), *_MORE):
         if (panel.sparse and evaluations) or any(name.startswith("time/") for name in panel.curves.values()):
             continue  # drawn with intervals, or as an area
@@ -157,11 +167,55 @@ def _legend(labels: Sequence[str]) -> Any:
     return alt.Legend(orient="bottom") if len(labels) > 1 else None
 
 
-def _seconds(steps: Steps) -> Any:
-    known = {title: f"time/{name}" for name, title in _PHASES.items() if any(f"time/{name}" in row for row in steps.values())}
-    # A phase without seconds in a step had none: areas are drawn from step to step.
-    whole = {step: {name: metrics.get(name, 0.0) for name in known.values()} for step, metrics in steps.items() if step > 0}
-    rows = _rows(whole, known)
+def step_seconds(steps: Steps, times: Mapping[int, float], spans: Iterable[Span]) -> dict[int, dict[str, float]]:
+    """Return the seconds of each step by its part, as the driver waits for them.
+
+    `times` are those of the steps' rows. Spans part the wait for samples into generation, the time
+    with one request in progress, and rewards with none, and the training of rank 0 into its passes
+    and the optimizer. Without them, as in the first steps of a long run, both stay whole.
+    """
+    by_step: dict[int, list[Span]] = defaultdict(list)
+    ends = sorted((at, step) for step, at in times.items())
+    for span in spans:
+        first, last = bisect_left(ends, (span.begin, -1)), bisect_left(ends, (span.end, -1))
+        for _, step in ends[first : last + 1]:
+            by_step[step].append(span)
+    found = {}
+    for step, metrics in steps.items():
+        row = {title: metrics.get(f"time/{name}", 0.0) for name, title in _PHASES.items()}
+        requests, rewards = [], []
+        for span in by_step[step]:
+            if span.who == "rank 0" and span.name in _PARTS:
+                row[span.name] = row.get(span.name, 0.0) + span.end - span.begin
+                row["training"] = max(0.0, row["training"] - (span.end - span.begin))
+            elif span.who == "rewards" or span.name == "request, training":
+                (rewards if span.who == "rewards" else requests).append(span)
+        for wait in (span for span in by_step[step] if (span.who, span.name) == ("driver", "rollout_wait")):
+            asked, busy = (_seconds_by_number(some, wait) for some in (requests, requests + rewards))
+            for part, seconds in (("last request alone", asked[1]), ("rewards", asked[0] - busy[0])):
+                row[part] = row.get(part, 0.0) + seconds
+                row["generation"] = max(0.0, row["generation"] - seconds)
+        if step > 0:
+            found[step] = row
+    return found
+
+
+def _seconds_by_number(spans: Iterable[Span], within: Span) -> dict[int, float]:
+    """Return the seconds of a span by the number of `spans` in progress."""
+    changes = [(within.begin, 0), (within.end, 0)]
+    for span in spans:
+        changes += [(min(max(at, within.begin), within.end), change) for at, change in ((span.begin, 1), (span.end, -1))]
+    number, seconds = 0, defaultdict[int, float](float)
+    for (at, change), (until, _) in pairwise(sorted(changes)):
+        number += change
+        seconds[number] += until - at
+    return seconds
+
+
+def _seconds(seconds: Mapping[int, Mapping[str, float]]) -> Any:
+    known = {part: part for part in _PARTS if any(row.get(part) for row in seconds.values())}
+    # A part without seconds in a step had none: areas are drawn from step to step.
+    rows = _rows({step: {part: row.get(part, 0.0) for part in known} for step, row in seconds.items()}, known)
     if not rows:
         return None
     return (

@@ -29,6 +29,7 @@ from megatron_rl.observe.advice import advise
 from megatron_rl.observe.groups_of_interest import Answer, GroupFacts, ends, facts, labels
 from megatron_rl.observe.metrics import find_info, is_beyond_healthy
 from megatron_rl.observe.sinks import METRICS_FILE, read_metrics, read_times
+from megatron_rl.observe.spans import read_spans
 from megatron_rl.observe.summary import REPORT_FILE, SETTINGS_FILE, SUMMARY_FILE, Summary, read_summary
 from megatron_rl.observe.visible_text import visible
 from megatron_rl.report.curves import Steps, draw_curves, drawable
@@ -95,7 +96,10 @@ def _page(directory: Path, steps: Steps, picture: bytes, *, title: str, marked: 
             raise
         left_out.append(f"samples: {error}")
     evaluated = [row for row in evaluations(directory / EVALUATION_DIRECTORY) if row[0] in steps]
-    specs = charts.all_charts(steps, evaluated, samples.answers, samples.numbers) if charts is not None else _NO_CHARTS
+    specs = _NO_CHARTS
+    if charts is not None:
+        seconds = charts.step_seconds(steps, read_times(directory / METRICS_FILE), read_spans(directory))
+        specs = charts.all_charts(steps, evaluated, samples.answers, samples.numbers, seconds)
     summary, own = read_summary(directory), files("megatron_rl.report")
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     return environment.from_string((own / "page.html").read_text("utf-8")).render(

@@ -23,6 +23,7 @@ from megatron_rl.evaluation.evaluator import EVALUATION_DIRECTORY
 from megatron_rl.observe.groups_of_interest import Answer
 from megatron_rl.observe.metrics import metric_info
 from megatron_rl.observe.sinks import Sinks
+from megatron_rl.observe.spans import Span
 from megatron_rl.observe.summary import Summary, write_summary
 from megatron_rl.report import page as page_module
 from megatron_rl.report.curves import PANELS, _draw_panel, _smooth, draw_curves, drawable
@@ -188,6 +189,43 @@ def test_a_page_of_200_steps_has_all_parts_within_3_megabytes(tmp_path: Path) ->
     assert "samples of 160 of 200 steps; --steps A-B shows others" in text
     assert "<td>0</td><td>held</td><td>accuracy</td><td>0.5</td><td>0.4</td><td>0.625</td><td>9 prompts</td>" in text
     assert "<th>reward.function</th><td>m:f</td>" in text and "200 of 100" in text
+
+
+def test_spans_part_the_seconds_of_a_step() -> None:
+    """The wait of step 2 is from 10 to 16: requests to 14, one alone to 11 and from 13, rewards to 15.5; ranks work on step 2 from 16 to 19."""
+    charts = pytest.importorskip("megatron_rl.report.charts")
+    steps = {
+        0: {"time/eval": 3.0},
+        1: {"time/rollout_wait": 4.0, "time/train": 2.0},
+        2: {"time/rollout_wait": 6.0, "time/train": 3.0, "time/sync": 0.5, "time/save": 0.25},
+    }
+    spans = [
+        Span("driver", "rollout_wait", 10.0, 16.0),
+        # Begun before the wait, for the step ahead; of an evaluation; beside each other.
+        Span("engine a", "request, training", 9.0, 13.0, 8),
+        Span("engine b", "request, training", 11.0, 14.0, 8),
+        Span("engine b", "request, evaluation", 10.0, 16.0, 1),
+        Span("rewards", "group 1", 12.0, 14.5, 8),
+        Span("rewards", "group 2", 14.25, 15.5, 8),
+        Span("rank 0", "log-probs, advantages", 16.0, 16.25),
+        Span("rank 0", "forward, backward", 16.25, 18.0, 16),
+        Span("rank 0", "optimizer", 18.0, 18.5),
+        Span("rank 1", "forward, backward", 16.0, 19.0, 16),
+    ]
+    parts = charts.step_seconds(steps, {0: 1.0, 1: 8.0, 2: 20.0}, spans)
+    assert {name: seconds for name, seconds in parts[1].items() if seconds} == {"generation": 4.0, "training": 2.0}
+    assert {name: seconds for name, seconds in parts[2].items() if seconds} == {
+        "generation": pytest.approx(6.0 - 2.0 - 1.5),
+        "last request alone": pytest.approx(2.0),
+        "rewards": pytest.approx(1.5),
+        "forward, backward": pytest.approx(1.75),
+        "optimizer": pytest.approx(0.5),
+        "training": pytest.approx(0.75),
+        "weight sync": 0.5,
+        "save": 0.25,
+    }
+    drawn = {row["c"] for row in charts._seconds(parts).to_dict()["data"]["values"]}
+    assert drawn == set(parts[2]) - {"swap", "evaluation"} and 0 not in parts
 
 
 @pytest.mark.parametrize("numbers", [[360.0] * 4, [0.0] * 3, [0.24999996, 0.25000001], [20000.0, 20010.0, 20060.0], [-1.5, 1.5]])
