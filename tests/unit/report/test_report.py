@@ -192,7 +192,7 @@ def test_a_page_of_200_steps_has_all_parts_within_3_megabytes(tmp_path: Path) ->
 
 
 def test_spans_part_the_seconds_of_a_step() -> None:
-    """The wait of step 2 is from 10 to 16: requests to 14, one alone to 11 and from 13, rewards to 15.5; ranks work on step 2 from 16 to 19."""
+    """The wait of step 2 is from 10 to 16: requests to 14, one alone to 11 and from 13, rewards to 15.5; ranks work until 19."""
     charts = pytest.importorskip("megatron_rl.report.charts")
     steps = {
         0: {"time/eval": 3.0},
