@@ -192,6 +192,15 @@ def data(words: tuple[str, ...]) -> None:
     sets, seed = settings.eval.sets, settings.run.seed
     prompts = RunPrompts.read(settings.model.path, settings.data, sets=sets, seed=seed, supervised=settings.supervised)
     print("\n".join(detailed_overview(prompts)))
+    if settings.reward.function is not None and not settings.supervised:
+        from megatron_rl.config.derived import reward_workers
+        from megatron_rl.rewards.gold import unscored_in
+        from megatron_rl.rewards.runner import RewardRunner
+
+        with RewardRunner(settings.reward, num_workers=reward_workers()) as runner:
+            runner.find_form()
+            for reason in asyncio.run(unscored_in(prompts, settings.reward, score=runner.score)):
+                print(f"not scored: {reason}")
 
 
 @cli.command(name="import", short_help="Translate a script of slime or verl.")

@@ -65,6 +65,10 @@ class EvalSet(Section):
     keep_best: str | None = Field(None, description="Keep the checkpoint with the largest of this metric, such as accuracy or pass@4.")
     stop_after: int | None = Field(None, ge=1, description="End the run after so many evaluations without a better keep_best.")
 
+    def reward_of(self, reward: _Settings) -> _Settings:
+        """Return the section `reward`, with the function of this set where it has one."""
+        return reward if self.reward is None else self.reward.of(reward)
+
     @model_validator(mode="after")
     def _best(self) -> Self:
         powers = [2**power for power in range(1, self.samples.bit_length())]

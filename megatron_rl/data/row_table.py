@@ -279,5 +279,14 @@ def _check_names(schema: Any) -> None:
 
 def _prompt_key(row: Row) -> int:
     """Return a digest of a row's prompt without differences of case and white space."""
-    text = str(row.token_ids or row.prompt) if isinstance(row.prompt, str) else json.dumps(row.prompt, sort_keys=True)
-    return int.from_bytes(hashlib.blake2b(" ".join(text.casefold().split()).encode(), digest_size=8).digest(), "little")
+    if isinstance(row.prompt, str):
+        text = _plain(str(row.token_ids or row.prompt))
+    else:
+        # Text by text: JSON would write the end of a line, and letters beyond ASCII, as marks that no rule of case or space knows.
+        plain = [{key: _plain(part) if isinstance(part, str) else part for key, part in message.items()} for message in row.prompt]
+        text = json.dumps(plain, sort_keys=True)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.casefold().split())

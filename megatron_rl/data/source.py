@@ -336,15 +336,16 @@ def overlap_note(train: PromptSource, held_out: PromptSource) -> str | None:
 class RunPrompts:
     """The prompts of a run: the `source` of data.train where it `trains`, and those of eval.sets `held_out`, by set.
 
-    `probes` are prompts of all files for the trial of the run's reward function, with and without a
-    label. `notes` are about the rows of all files.
+    `files` are those of the held-out prompts, by set. `tried` have the prompts that the run's reward
+    function scores. `notes` are about the rows of all files.
     """
 
     tokenizer: "PreTrainedTokenizerBase"
     source: PromptSource
     trains: bool
     held_out: Mapping[str, tuple[Prompt, ...]]
-    probes: tuple[Prompt, ...]
+    files: Mapping[str, PromptSource]
+    tried: tuple[PromptSource, ...]
     notes: tuple[str, ...]
 
     @classmethod
@@ -371,12 +372,18 @@ class RunPrompts:
             source=(train + held_out)[0],
             trains=trains,
             held_out={name: tuple(files[each.data].all(name)) for name, each in sets.items()},
-            probes=tuple(prompt for file in of_run_reward + train for prompt in file.probes()),
+            files={name: files[each.data] for name, each in sets.items()},
+            tried=(*of_run_reward, *train),
             notes=(
                 *(note for note in notes if note is not None),
                 *(note for file in train + held_out for note in file.notes(labelled=not supervised)),
             ),
         )
+
+    @property
+    def probes(self) -> tuple[Prompt, ...]:
+        """Return prompts of all files for a trial of the run's reward function, with and without a label."""
+        return tuple(prompt for file in self.tried for prompt in file.probes())
 
     def list_bad_rows(self, path: Path) -> None:
         """Write the rows of data.train that are left out with their reasons to `path`, where there are some."""

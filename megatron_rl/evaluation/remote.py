@@ -19,6 +19,7 @@ from megatron_rl.data.source import messages_of
 from megatron_rl.engines.sampling import Sampling
 from megatron_rl.errors import TrajectoryError, UserError
 from megatron_rl.evaluation.evaluator import Evaluator, SetResult
+from megatron_rl.rewards.gold import check_held_out
 from megatron_rl.rewards.runner import RewardRunner, scores_of_sets
 from megatron_rl.rewards.servers import post_json
 from megatron_rl.rollout.generator import together
@@ -94,14 +95,17 @@ async def evaluate_url(settings: Settings, *, url: str) -> list[SetResult]:
         name: tuple(_prompt(f"{name}-{number}", row, settings.data) for number, row in enumerate(found)) for name, found in rows.items()
     }
     deadline_s = request_deadline_s(settings.model, settings.eval.longest_sampling(rollout.sampling))
-    key = os.environ.get("OPENAI_API_KEY")
+    api_key = os.environ.get("OPENAI_API_KEY")
     async with AsyncExitStack() as stack:
         options: dict[str, Any] = {"num_workers": reward_workers(), "log_path": log_path}
         rewards = stack.enter_context(RewardRunner(settings.reward, **options))
         rewards.probe(next(iter(prompts.values()))[0])
         workers = stack.enter_context(ExitStack())
         scores = scores_of_sets(sets, settings.reward, prompts=prompts, stack=workers, **options)
-        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        for key, one in sets.items():
+            named = (replace(prompt, id=row.origin) for prompt, row in zip(prompts[key], rows[key], strict=True) if row.label is not None)
+            await check_held_out(key, named, one.reward_of(settings.reward), score=scores.get(key, rewards.score))
+        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         timeout = aiohttp.ClientTimeout(total=deadline_s)
         session = await stack.enter_async_context(
             aiohttp.ClientSession(timeout=timeout, headers=headers, connector=aiohttp.TCPConnector(limit=0))

@@ -63,7 +63,10 @@ def score_file(path: Path, rewards: Sequence[RewardSettings], *, column: str | N
     """
     rows = read_rows(DataFiles(path=path), settings=DataSettings(train=path, label_key=label_key))
     samples, origins = [_sample(row) for row in rows], [row.origin for row in rows]
-    found = [asyncio.run(_score(samples, reward)) for reward in rewards]
+    names = [str(reward.function) for reward in rewards]
+    # Two of one function, with other arguments, are told apart.
+    names = [f"{name} ({names[:place].count(name) + 1})" if names.count(name) > 1 else name for place, name in enumerate(names)]
+    found = [asyncio.run(_score(samples, reward, name)) for reward, name in zip(rewards, names, strict=True)]
     if column is not None:
         values = [_number(row, column) for row in rows]
         found.append(Scores(f"column {column}", values, {"scored": sum(map(math.isfinite, values))}))
@@ -111,7 +114,7 @@ def _number(row: Row, column: str) -> float:
     return float(value)
 
 
-async def _score(samples: Sequence[Sample], reward: RewardSettings) -> Scores:
+async def _score(samples: Sequence[Sample], reward: RewardSettings, name: str) -> Scores:
     workers = reward_workers()
     with RewardRunner(reward, num_workers=workers) as runner:
         runner.probe(samples[0].prompt)
@@ -134,7 +137,7 @@ async def _score(samples: Sequence[Sample], reward: RewardSettings) -> Scores:
     failed = Counter(each.message.partition("\n")[0] for each in rewards if each.value is None)
     values = [math.nan if each.value is None else each.value for each in rewards]
     outcomes = Counter(each.outcome.value for each in rewards)
-    return Scores(str(reward.function), values, outcomes, seconds, wall_s, dict(failed.most_common(_SHOWN)))
+    return Scores(name, values, outcomes, seconds, wall_s, dict(failed.most_common(_SHOWN)))
 
 
 def _difference(one: Scores, other: Scores, origins: Sequence[str]) -> dict[str, Any]:

@@ -83,9 +83,11 @@ def compare_runs(runs: Sequence[Path], *, step: int | None, out: Path) -> None:
     curves = {str(run): curves_of(run) for run in runs}
     for label, of_run in curves.items():
         for name in dict.fromkeys(name for values in of_run.values() for name in values):
-            # The first of equal values.
-            best = max((step for step in of_run if name in of_run[step]), key=lambda step: of_run[step][name])
-            print(f"{label}: {name} is best at step {best}: {of_run[best][name]:.4f}")
+            evaluated = [step for step in of_run if name in of_run[step]]
+            # The first of equal values. One evaluation alone is no curve.
+            best = max(evaluated, key=lambda step: of_run[step][name])
+            if len(evaluated) > 1:
+                print(f"{label}: {name} is best at step {best}: {of_run[best][name]:.4f}")
     write_atomic(out, draw_comparison(curves, title="Held-out sets"))
     print(out)
 

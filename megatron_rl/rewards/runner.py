@@ -75,8 +75,8 @@ class RewardRunner(AbstractContextManager["RewardRunner", None]):
         self._pool.stop()
         self._pool.join()
 
-    def probe(self, prompt: Prompt, *, response: str = "") -> Reward:
-        """Import the function, check the signature and call it once. Raises UserError."""
+    def find_form(self) -> None:
+        """Import the function and check the signature. Raises UserError."""
         path = self._settings.function
         try:
             form = self._begin(form_of, timeout_s=PLUGIN_IMPORT_S).result()
@@ -90,6 +90,11 @@ class RewardRunner(AbstractContextManager["RewardRunner", None]):
         if isinstance(form, UserError):
             raise form
         self.form = form
+
+    def probe(self, prompt: Prompt, *, response: str = "") -> Reward:
+        """Import the function, check the signature and call it once. Raises UserError."""
+        path = self._settings.function
+        self.find_form()
         (reward,) = self._read(self._call([Sample.written(prompt, text=response)])) or [_killed(1)]
         if reward.outcome is not RewardOutcome.SCORED:
             raise UserError(

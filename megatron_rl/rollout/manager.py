@@ -40,7 +40,7 @@ from megatron_rl.observe.groups_of_interest import to_keep
 from megatron_rl.observe.live_state import EngineState
 from megatron_rl.observe.metrics import Mean, Metric, Sum
 from megatron_rl.plugins.kinds import Rollout
-from megatron_rl.rewards.gold import check_gold
+from megatron_rl.rewards.gold import check_gold, check_held_out
 from megatron_rl.rewards.runner import RewardRunner, scores_of_sets
 from megatron_rl.rollout.agents import AgentNode
 from megatron_rl.rollout.engine_watch import watched_pool
@@ -132,17 +132,18 @@ class RolloutManager:
             rewards = None
             if settings.reward.function is not None:
                 rewards = stack.enter_context(RewardRunner(settings.reward, num_workers=reward_workers(), log_path=log_path, note=say))
-                for prompt in prompts.probes:
-                    rewards.probe(prompt)
+                rewards.find_form()
             options: dict[str, Any] = {"num_workers": reward_workers(), "log_path": log_path, "note": say}
             workers = stack.enter_context(ExitStack())
             scores = scores_of_sets(settings.eval.sets, settings.reward, prompts=prompts.held_out, stack=workers, **options)
             if rewards is not None:
-                before = len(prompts.source.bad.reasons)
-                await check_gold(prompts, settings.reward, score=rewards.score, sets=settings.eval.sets)
-                if unscored := prompts.source.bad.reasons[before:]:
-                    say(f"{counted(len(unscored), 'row')} left out, whose label is not scored, the first: {unscored[0]}")
+                if left_out := await check_gold(prompts, settings.reward, score=rewards.score, sets=settings.eval.sets):
+                    say(left_out)
                     prompts.list_bad_rows(settings.run.directory / "logs" / "bad_rows.txt")
+                for prompt in prompts.probes:  # of the rows that are left
+                    rewards.probe(prompt)
+            for name, score in scores.items():
+                await check_held_out(name, prompts.files[name].labelled(), settings.eval.sets[name].reward_of(settings.reward), score=score)
             rollout = await stack.enter_async_context(
                 opened_rollout(
                     settings.rollout,

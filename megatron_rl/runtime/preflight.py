@@ -52,7 +52,7 @@ from megatron_rl.models.weight_table import tensor_shapes
 from megatron_rl.observe.memory import available_memory_bytes
 from megatron_rl.observe.sinks import check_installed
 from megatron_rl.plugins.loader import load
-from megatron_rl.rewards.gold import check_gold
+from megatron_rl.rewards.gold import check_gold, check_held_out
 from megatron_rl.rewards.mixture import part_weights
 from megatron_rl.rewards.runner import RewardRunner
 from megatron_rl.rollout.opened_rollout import load_rollout
@@ -261,16 +261,20 @@ def _check_tokens(path: Path, max_prompt_tokens: int, sampling: SamplingSettings
 
 def _check_rows(data: DataSettings, evaluation: EvalSettings, model: Path, reward: RewardSettings | None, *, seed: int) -> list[str]:
     """Check every row of the data files, and the reward functions on first rows; None is for supervised training."""
-    prompts = RunPrompts.read(model, data, sets=evaluation.sets, seed=seed, supervised=reward is None)
-    tried = [] if reward is None or reward.function is None else [(reward, prompts.probes)]
-    tried += [(one.reward.of(reward), prompts.held_out[name][:1]) for name, one in evaluation.sets.items() if reward and one.reward]
-    for settings, probes in tried:
-        with RewardRunner(settings, num_workers=reward_workers()) as runner:
-            for prompt in probes:
+    prompts, left_out = RunPrompts.read(model, data, sets=evaluation.sets, seed=seed, supervised=reward is None), None
+    if reward is not None and reward.function is not None:
+        with RewardRunner(reward, num_workers=reward_workers()) as runner:
+            runner.find_form()
+            left_out = asyncio.run(check_gold(prompts, reward, score=runner.score, sets=evaluation.sets))
+            for prompt in prompts.probes:
                 runner.probe(prompt)
-            if settings is reward:
-                asyncio.run(check_gold(prompts, settings, score=runner.score, sets=evaluation.sets))
-    return list(prompts.notes)
+    for name, one in evaluation.sets.items():
+        if reward is not None and one.reward is not None:
+            own = one.reward.of(reward)
+            with RewardRunner(own, num_workers=reward_workers()) as runner:
+                runner.probe(prompts.held_out[name][0])
+                asyncio.run(check_held_out(name, prompts.files[name].labelled(), own, score=runner.score))
+    return [*prompts.notes, *([] if left_out is None else [left_out])]
 
 
 def _check_rollout(rollout: RolloutSettings, model: Path, *, directory: Path, replays: bool) -> None:

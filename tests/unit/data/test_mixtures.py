@@ -230,6 +230,9 @@ def test_repeated_and_held_out_prompts_are_counted(read: Read, tmp_path: Path) -
     notes = read(train, f"eval.sets.b={held_out}").notes
     assert f"1 of 4 rows of {train} repeat a prompt: {train}:3 is that of {train}:1" in notes
     assert f"2 of 3 prompts of {held_out} are also trained on, the first is {held_out}:2, in {train}:4" in notes
+    chats = [[{"role": "user", "content": text}] for text in ("\u00c4 is\n1?", "\u00e4 is 1?\n", "\u00e4is 1?")]
+    path = lines(tmp_path / "chats.jsonl", *({"prompt": chat, "label": "1"} for chat in chats))
+    assert f"1 of 3 rows of {path} repeat a prompt: {path}:2 is that of {path}:1" in read(path).notes
 
 
 def test_a_system_prompt_comes_before_chats_without_one(read: Read, tmp_path: Path) -> None:

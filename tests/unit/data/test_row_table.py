@@ -215,7 +215,9 @@ def test_labels_that_math_cannot_score_are_bad_rows(prompts: Prompts, tmp_path: 
     assert [prompt.label for prompt in found.source.next_prompts(6)] == ["12", "\\frac{1}{2}", "$3$", "(1, 2)", None, "12"]
     assert len(found.source.lengths) == len(found.source.known) == 5 and len(found.source.bad.reasons) == 1
     held = f"eval.sets.own={write_lines(tmp_path / 'held.jsonl', {'prompt': '1', 'label': ' '})}"
-    with pytest.raises(UserError, match=r"eval\.sets\.own: own-0: the label ' ' .*; correct it, or set reward\.check_labels=false$"):
+    with pytest.raises(
+        UserError, match=r"eval\.sets\.own: .*held\.jsonl:1: the label ' ' .*; correct it, or set reward\.check_labels=false$"
+    ):
         try_labels(prompts(good, held, "data.max_bad_rows=9"), held)
     # An answer that is read, but has no reward, is none either.
     monkeypatch.setattr(gold, "right_response", lambda *_: "\\boxed{7}")

@@ -98,3 +98,10 @@ def test_results_without_a_run_are_evaluations_too(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text(json.dumps([1]))
     (tmp_path / "other.jsonl").write_text("")
     assert evaluations_in(write(tmp_path, FIRST)) == {0: tmp_path}
+
+
+def test_one_evaluation_has_no_best_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results = [str(write(tmp_path / name, rewards)) for name, rewards in (("a", FIRST), ("b", SECOND))]
+    assert main(["compare", *results, "--out", str(tmp_path / "both.png")]) == 0
+    out = capsys.readouterr().out
+    assert "over 5 prompts" in out and "is best at step" not in out

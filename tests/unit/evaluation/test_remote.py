@@ -105,6 +105,17 @@ def test_rows_that_a_server_cannot_be_asked_are_refused(tmp_path: Path, row: dic
         asyncio.run(evaluate_url(with_options(given, samples=None, out=tmp_path / "out"), url="http://127.0.0.1:9/v1"))
 
 
+@pytest.mark.parametrize("reward", ["", ", reward: {function: exact}"])
+def test_a_label_that_is_not_scored_is_found_before_a_request(server: Server, tmp_path: Path, reward: str) -> None:
+    """By the function of the run, which is math, or by the set's own."""
+    rows = [{"prompt": "1+1=", "label": "2"}, {"prompt": "1+2="}, {"prompt": "1+3=", "label": " "}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = load_settings(None, [f"eval.sets.rows={{data: {tmp_path}/rows.jsonl{reward}}}", *UNTRAINED, "model.path=m"])
+    with pytest.raises(UserError, match=r"eval\.sets\.rows: .*rows\.jsonl:3: the label ' ' cannot be scored .*check_labels=false"):
+        asyncio.run(evaluate_url(with_options(given, samples=1, out=tmp_path / "out"), url=server.url))
+    assert server.asked == []
+
+
 def test_environments_are_not_asked_of_a_server(tmp_path: Path) -> None:
     given = load_settings(None, ["eval.sets.a=rows.jsonl", "rollout.environment=a:B", *UNTRAINED, "model.path=m"])
     with pytest.raises(UserError, match=r"--url was given with rollout.environment a:B.*remove it"):

@@ -60,6 +60,14 @@ def test_outcomes_and_differences_come_as_table_and_json(rows: Path, capsys: pyt
     assert f"{rows}:2: 1 and 0, label '3', ends '\\\\boxed{{3.0}}'" in out and "1 of KeyError: 'no such thing'" in out
 
 
+def test_one_function_with_other_arguments_has_its_own_column(rows: Path) -> None:
+    rewards = ["--reward", "exact", "--reward", "{function: exact, args: {extract: 'boxed.(.*).'}}"]
+    assert main(["score", str(rows), *rewards, "--out", "out.json"]) == 0
+    found = json.loads(Path("out.json").read_text())
+    assert found["rows"] == {"exact (1)": [0.0] * 5, "exact (2)": [1.0, 0.0, 0.0, 0.0, 0.0]}
+    assert found["differences"][0]["of"] == ["exact (1)", "exact (2)"]
+
+
 def test_groups_are_rows_of_one_prompt(rows: Path) -> None:
     assert main(["score", str(rows), "--reward", "rewards_of_a_file:longest", "--out", "out.json"]) == 0
     assert json.loads(Path("out.json").read_text())["rows"] == {"rewards_of_a_file:longest": [1.0, 1.0, 1.0, 1.0, 0.0]}

@@ -1,13 +1,16 @@
 """Sums of rewards and the choice by a field of the row, called as a worker calls them; labels that do not score themselves."""
 
+import asyncio
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from megatron_rl.config.settings import RewardSettings
 from megatron_rl.errors import UserError
-from megatron_rl.rewards.gold import right_response
+from megatron_rl.rewards.gold import right_response, unscored_labels
 from megatron_rl.rewards.worker import call_all, form_of
 from megatron_rl.types import Prompt, Reward, RewardOutcome, Sample
 
@@ -98,3 +101,24 @@ def test_labels_that_do_not_score_themselves_are_found() -> None:
     with pytest.raises(ValueError, match="the row's of is 'other'"):
         right_response(prompts[-1], "by_row", args)
     assert [right_response(prompts[0], name, {}) for name in ("code", "my:score", "regex", None)] == [None] * 4
+
+
+def test_labels_of_a_mixture_are_those_of_its_part() -> None:
+    prompt = Prompt(id="p", token_ids=np.array([1]), text="", label="46", metadata={})
+    parts = {
+        "accuracy": {"function": "math"},
+        "tags": 0.2,
+        "overlong": {"function": "overlong", "args": {"max_tokens": 9, "buffer_tokens": 2}},
+    }
+    text = right_response(prompt, "mixture", {"parts": parts})
+    assert text == "\\boxed{46}" and call("mixture", {"parts": parts}, text).components["accuracy"] == 1.0
+    for other in ({"function": "judge"}, {"function": "my:score"}):
+        assert right_response(prompt, "mixture", {"parts": {**parts, "other": other}}) is None
+    assert right_response(prompt, "mixture", {"parts": {"tags": 1.0}}) is None
+
+    async def score(sample: Sample) -> Reward:
+        return call("mixture", {"parts": {**parts, "regex": -2.0}}, sample.response_text, sample.prompt.label)
+
+    reward = RewardSettings(function="mixture", args={"parts": {**parts, "regex": -2.0}})
+    one, other = asyncio.run(unscored_labels([prompt, replace(prompt, label=" ")], reward, score=score))
+    assert one is None and other is not None and "the label ' ' cannot be scored" in other

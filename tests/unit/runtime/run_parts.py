@@ -188,6 +188,9 @@ class Rewards:
     def __exit__(self, *_: object) -> None:
         return None
 
+    def find_form(self) -> None:
+        """It is of one sample."""
+
     def probe(self, prompt: Prompt) -> None:
         return None
 

@@ -223,6 +223,19 @@ def test_a_name_of_the_label_that_no_row_has(check: Callable[..., list[str]], tm
     assert repeated.startswith("19 of 20 rows") and "no row of" in note and "gets label None" in note
 
 
+def test_a_first_row_with_a_wrong_label_is_left_out(check: Callable[..., list[str]], tmp_path: Path) -> None:
+    """It is no row to try the reward function on."""
+    rows = [{"prompt": f"{number}+1=", "label": str(number + 1) if number else " "} for number in range(9)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    [note] = check("data.max_bad_rows=1", "reward.function=exact")
+    assert note.startswith("1 row left out, whose label is not scored, the first: ") and "train.jsonl:1: the label ' '" in note
+    held_out = f"{{data: {tmp_path}/train.jsonl, reward: {{function: exact}}}}"
+    (tmp_path / "more.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n' * 4)
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[::-1]))
+    with pytest.raises(UserError, match=r"eval\.sets\.own: .*train\.jsonl:9: the label ' ' cannot be scored"):
+        check(f"data.train={tmp_path}/more.jsonl", f"eval.sets.own={held_out}")
+
+
 def test_rows_without_a_label_are_counted_and_tried(check: Callable[..., list[str]], tmp_path: Path) -> None:
     rows = [{"prompt": f"{number}+1=", "label": "1"} for number in range(20)]
     del rows[7]["label"]
