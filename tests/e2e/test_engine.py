@@ -387,8 +387,7 @@ def test_a_port_in_use_is_one_sentence(models, tmp_path) -> None:
 
 @pytest.mark.slow
 def test_a_server_that_dies_at_start_is_reported_with_its_log(models, tmp_path) -> None:
-    broken = tmp_path / "broken"
-    broken.mkdir()
+    (broken := tmp_path / "broken").mkdir()
     config = (models["first"][0] / "config.json").read_text().replace("Qwen3ForCausalLM", "NoSuchForCausalLM").replace('"qwen3"', '"none"')
     (broken / "config.json").write_text(config)
     server = make_engine(broken, tmp_path / "engine.log")
@@ -414,8 +413,7 @@ time.sleep(600)
 @pytest.mark.slow
 def test_the_server_goes_down_with_a_killed_owner(models, tmp_path, monkeypatch) -> None:
     """Also one that is stopped. The next start removes its files."""
-    scratch = tmp_path / "tmp"
-    scratch.mkdir()
+    (scratch := tmp_path / "tmp").mkdir()
     command = [sys.executable, "-c", OWNER, models["first"][0], tmp_path / "log"]
     owner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(scratch)})
     assert owner.stdout is not None

@@ -224,3 +224,20 @@ def test_engines_follow_the_trainer(task: Path, tmp_path: Path, start: Callable[
     assert all(steps[step]["train/log_prob_diff"] <= 1e-4 for step in (1, 2, 3))
     assert steps[3]["weights/version"] == 3
     assert run.survivors() == []
+
+
+@pytest.mark.slow
+def test_the_best_checkpoint_stays_where_a_run_gets_no_better(task: Path, tmp_path: Path, start: Callable[..., Any]) -> None:
+    """The first step is far too large, so that the last evaluations are worse than an earlier one."""
+    directory, best = tmp_path / "run", ("eval.sets.greedy.keep_best=reward", "eval.sets.greedy.stop_after=2")
+    few = ("run.num_steps=9", "run.save_interval=1", "run.keep_checkpoints=1", "eval.interval=1", "training.optimizer.lr=0.1")
+    run = start(*rl_arguments(task, directory, *best, *few, "training.schedule.warmup_steps=3"))
+    assert run.wait() == 0, run.output
+    rows = metrics(directory)
+    rewards = {step: row["eval/greedy/reward"] for step, row in rows.items()}
+    kept = max(rewards, key=lambda step: rewards[step])
+    assert kept + 2 == max(rows) < 9, rewards
+    reason = f"the set greedy got no better in 2 evaluations since step {kept}"
+    assert reason in " ".join(run.output.split()), run.output
+    left = {int(path.name.removeprefix("step-")) for path in (directory / "checkpoints").glob("step-*")}
+    assert left == {kept, max(rows)} - {0}
