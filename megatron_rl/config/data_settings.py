@@ -34,18 +34,26 @@ class DataFiles(Section):
     pools: tuple[Pool, ...] = Field(
         (), description="Pools {min_reward, max_reward, chance} by difficulty; the first that fits a row counts, other rows always come."
     )
+    prompt_key: str | None = Field(None, description="data.prompt_key of this source.")
+    label_key: str | None = Field(None, description="data.label_key of this source.")
 
     @property
     def chosen(self) -> slice:
         """The rows as a slice."""
         return slice(*(int(part) if part else None for part in self.rows.split(":")))
 
+    @property
+    def keys(self) -> dict[str, str]:
+        """The fields of its rows that differ from those of `data`."""
+        return self.model_dump(include={"prompt_key", "label_key"}, exclude_none=True)
+
 
 class DataSettings(Section):
     """Prompts to train on. Rows are JSON lines, a JSON array, parquet, or a saved dataset."""
 
     train: FilePath | tuple[DataFiles, ...] | None = Field(
-        None, description="File of training rows, or a list of sources {path, weight, rows, pools}; data.source takes its place."
+        None,
+        description="File of training rows, or a list of sources {path, weight, rows, pools, prompt_key, label_key}; not with source.",
     )
     source: str | None = Field(None, description="Your own source of training rows, package.module:Class, in place of data.train.")
     args: dict[str, Any] = Field(default_factory=dict, description="Arguments of your own source, by the names that it gives them.")

@@ -135,13 +135,13 @@ class FileRows:
 
 
 def _digest(sources: Sequence[DataFiles]) -> str:
-    """Return a checksum of the content of all files, and of the rows and weights chosen of them."""
+    """Return a checksum of the content of all files, and of the rows, weights and fields chosen of them."""
     digest = hashlib.sha256()
     for files in sources:
         for path in data_paths(files.path):
             with path.open("rb") as file:
                 digest.update(hashlib.file_digest(file, "sha256").digest())
-        digest.update(f"{files.rows} {files.weight}".encode())
+        digest.update(f"{files.rows} {files.weight} {sorted(files.keys.items())}".encode())
     return digest.hexdigest()
 
 

@@ -155,12 +155,12 @@ class _TableFile:
 
 
 class Rows(Sequence[Row]):
-    """Checked rows of `files`, read from them whenever asked for, by an `index` of _INDEX [rows]."""
+    """Rows of `files`, read whenever asked for and checked by the file's own of `checks`, by an `index` of _INDEX [rows]."""
 
-    def __init__(self, files: Sequence[Any] = (), index: NDArray[Any] = _EMPTY, check: Callable[..., Row] = check_row) -> None:
+    def __init__(self, files: Sequence[Any] = (), index: NDArray[Any] = _EMPTY, checks: Sequence[Callable[..., Row]] = ()) -> None:
         self.keys, self.is_labelled = index["key"], index["labelled"]
         """Digests of the prompts [rows], and which rows have a label [rows]."""
-        self._files, self._index, self._check = files, index, check
+        self._files, self._index, self._checks = files, index, checks
 
     def __len__(self) -> int:
         return len(self._index)
@@ -173,21 +173,22 @@ class Rows(Sequence[Row]):
         if isinstance(index, slice):
             return [self[each] for each in range(*index.indices(len(self)))]
         file, number, place, *_ = self._index[index].item()
-        return _checked(self._files[file], number, self._files[file].at(place), self._check)
+        return _checked(self._files[file], number, self._files[file].at(place), self._checks[file])
 
     def take(self, kept: slice | Ints) -> "Rows":
         """Return the rows of a slice or of indices [n], of the same files."""
-        return Rows(self._files, self._index[kept], self._check)
+        return Rows(self._files, self._index[kept], self._checks)
 
     @classmethod
     def joined(cls, parts: Sequence["Rows"]) -> "Rows":
         """Return the rows of all parts, one after the other."""
-        files, indices = list[Any](), []
+        files, checks, indices = list[Any](), list[Callable[..., Row]](), []
         for part in parts:
             indices.append(part._index.copy())
             indices[-1]["file"] += len(files)
             files += part._files
-        return cls(files, np.concatenate(indices), parts[0]._check)
+            checks += part._checks
+        return cls(files, np.concatenate(indices), checks)
 
 
 def read_rows(files: DataFiles, *, settings: DataSettings, need_response: bool = False, bad: BadRows | None = None) -> Rows:
@@ -198,6 +199,7 @@ def read_rows(files: DataFiles, *, settings: DataSettings, need_response: bool =
     `bad` gets the rows that may be left out.
     """
     opened, index, bad = _open(data_paths(files.path)), bytearray(), bad or BadRows()
+    settings = settings.model_copy(update=files.keys)
     check = partial(check_row, settings=settings, need_response=need_response)
     for file_number, file in enumerate(opened):
         number = 0
@@ -210,7 +212,7 @@ def read_rows(files: DataFiles, *, settings: DataSettings, need_response: bool =
                 index += _PACKED.pack(file_number, number, place, _prompt_key(row), row.label is not None)
         if not number:
             raise UserError(f"data file {file.path} has no rows, needs at least one")
-    kept = Rows(opened, np.frombuffer(index, _INDEX), check)
+    kept = Rows(opened, np.frombuffer(index, _INDEX), [check] * len(opened))
     rows = kept.take(files.chosen)
     if not len(rows):
         raise UserError(f"data file {files.path} has {counted(len(kept), 'row')}, of which rows {files.rows} are none; choose others")
@@ -221,6 +223,7 @@ def read_rows(files: DataFiles, *, settings: DataSettings, need_response: bool =
 
 def read_first_row(files: DataFiles, *, settings: DataSettings) -> Row:
     """Read and check the first row that `read_rows` keeps, and none behind it. Raises UserError as it does."""
+    settings = settings.model_copy(update=files.keys)
     bad, check = BadRows(settings.max_bad_rows), partial(check_row, settings=settings, need_response=False)
     for path in data_paths(files.path):
         (file,) = _open([path])

@@ -50,6 +50,34 @@ def numbered(path: Path, letter: str, count: int) -> Path:
     return lines(path, *({"prompt": f"{letter}{number}", "label": str(number)} for number in range(count)))
 
 
+def test_sources_have_fields_of_their_own(read: Read, tmp_path: Path) -> None:
+    """Rows of verl, slime and TRL in one list, read again in another order."""
+    verl = {"prompt": [{"role": "user", "content": "v"}], "reward_model": {"ground_truth": "1"}, "data_source": "a"}
+    slime = [{"messages": [{"role": "user", "content": f"s{number}"}], "label": "2", "prompt": "no"} for number in range(3)]
+    for name, rows in {"verl": [verl], "slime": slime, "trl": [{"prompt": "1", "answer": "3", "label": "no"}]}.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sources = [
+        {"path": f"{tmp_path}/verl.jsonl", "label_key": "reward_model.ground_truth"},
+        {"path": f"{tmp_path}/slime.jsonl", "prompt_key": "messages", "label_key": "label"},
+        {"path": f"{tmp_path}/trl.jsonl"},
+    ]
+    prompts = read(sources, "data.label_key=answer")
+    found = {prompt.text: (prompt.label, sorted(prompt.metadata)) for prompt in prompts.source.next_prompts(30)}
+    assert found == {
+        "<user>v<assistant><no>": ("1", ["data_source", "reward_model"]),
+        **{f"<user>s{number}<assistant><no>": ("2", ["prompt"]) for number in range(3)},
+        "1": ("3", ["label"]),
+    }
+    state = prompts.source.rows.state()
+    sources[1]["label_key"] = "prompt"
+    other = read(sources, "data.label_key=answer")
+    assert {prompt.label for prompt in other.source.next_prompts(30)} == {"1", "no", "3"}
+    with pytest.raises(UserError, match=r"content of data.train"):
+        other.source.rows.restore(state)
+    with pytest.raises(UserError, match=r"slime.jsonl: no row has the field 'answers'"):
+        read([{**sources[1], "label_key": "answers"}, sources[2]])
+
+
 def test_sources_are_mixed_by_weight_each_in_its_own_epochs(read: Read, tmp_path: Path) -> None:
     first, second = numbered(tmp_path / "a.jsonl", "1+", 5), numbered(tmp_path / "b.jsonl", "2-", 3)
     sources = [{"path": str(first), "weight": 3}, {"path": str(second)}]
