@@ -198,9 +198,9 @@ def last_samples(samples: Iterable[Sample]) -> tuple[Sample, ...]:
 class Failure:
     """A trajectory without a result after all attempts of its rollout.
 
-    `cause` is error, timeout, contract, environment, context or template, of agents also agent,
-    budget or no_request; `headline` one line, equal for failures of one kind and any prompt;
-    `trace` a traceback, where there is one.
+    `cause` is error, timeout, contract, environment, tool, replay, context or template, of agents
+    also agent, budget or no_request; `headline` one line, equal for failures of one kind and any
+    prompt; `trace` a traceback, where there is one.
     """
 
     cause: str

@@ -2,6 +2,7 @@
 
 import base64
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +37,19 @@ class Generation:
     stop_reason: StopReason
     routed_experts: Experts | None = None
     candidates: Candidates | None = None
+
+
+def first_recorded(records: Sequence[Experts | None]) -> Experts | None:
+    """Return the last of `records` [N, L, K], each of more tokens than the one before, with the first record of each token.
+
+    A token of an earlier request is computed anew where no cache has it, and may be routed otherwise
+    than when it was sampled. Without every record, the last one is returned as it is.
+    """
+    known = [record for record in records if record is not None]
+    if len(known) < len(records) or len(known) == 1:
+        return records[-1]
+    starts = [0, *map(len, known[:-1])]
+    return np.concatenate([record[start:] for start, record in zip(starts, known, strict=True)])
 
 
 @dataclass(frozen=True, slots=True)

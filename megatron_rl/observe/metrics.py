@@ -137,7 +137,7 @@ _TABLE: tuple[tuple[str, type[Metric], str, str, str], ...] = (
         "rollout/failures/*",
         Sum,
         "trajectories",
-        "Those of one cause: error, timeout, contract, environment, replay, context, template; of agents also agent, budget, no_request",
+        "Those of one cause: error, timeout, contract, environment, tool, replay, context, template; of agents agent, budget, no_request",
         "0; mend the rollout",
     ),
     ("rollout/left_out_groups", Sum, "groups", "Groups too few of whose trajectories were made; other prompts take their places", "0"),

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_rl.engines.answers import Generation
+from megatron_rl.engines.answers import Generation, first_recorded
 from megatron_rl.engines.sampling import Sampling
 from megatron_rl.errors import TrajectoryError
 from megatron_rl.plugins.kinds import Generator
@@ -257,7 +257,7 @@ class Conversation:
             weight_versions=versions,
             stop_reason=last.generation.stop_reason,
             response_text=self._tokenizer.decode(ids),
-            routed_experts=last.generation.routed_experts,
+            routed_experts=first_recorded([turn.generation.routed_experts for turn in path]),
             trajectory=trajectory,
             candidates=Candidates.joined(candidates) if candidates else None,
         )

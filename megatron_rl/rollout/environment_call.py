@@ -92,11 +92,11 @@ class EnvironmentCall:
                     raise TrajectoryError("contract", f"reset returned the message {message!r:.60}, needs the strings 'role' and 'content'")
             return {"messages": [dict(message) for message in messages]}
 
-        return await _guarded(begin())
+        return await _guarded(begin(), cause="environment")
 
     async def answer(self, message: Message) -> bytes:
         """Call the tools of `message` at the same time, else `step`; return an Answer in JSON."""
-        return await _guarded(self._answer(message))
+        return await _guarded(self._answer(message), cause="tool" if message.get("tool_calls") else "environment")
 
     async def _answer(self, message: Message) -> Answer:
         assert self._environment is not None, "reset comes first"
@@ -139,9 +139,9 @@ class EnvironmentCall:
         return await result if inspect.isawaitable(result) else result
 
 
-async def _guarded(work: Awaitable[Answer]) -> bytes:
-    """Return the answer in JSON. Turn any exception of the user's code into a failure."""
-    failure = {"cause": "environment", "trace": ""}
+async def _guarded(work: Awaitable[Answer], *, cause: str) -> bytes:
+    """Return the answer in JSON. Turn any exception of the user's code into a failure of this `cause`."""
+    failure = {"cause": cause, "trace": ""}
     try:
         answer = await work
         try:

@@ -19,7 +19,7 @@ import numpy as np
 import safetensors.numpy
 
 from megatron_rl.data.buffer import Answer, Buffer
-from megatron_rl.engines.answers import Generation
+from megatron_rl.engines.answers import Generation, first_recorded
 from megatron_rl.engines.client import SERVER_FAULT, SHORT_RESPONSE_TOKENS, EngineClient
 from megatron_rl.engines.engine_pool import EnginePool, Urgency
 from megatron_rl.engines.sampling import Sampling
@@ -289,6 +289,10 @@ def joined(piece: Generation, new: Generation, *, prompt_length: int, stop: Sequ
     arrays = {name: np.concatenate([getattr(piece, name), getattr(new, name)[:end]]) for name in names}
     num_routed = prompt_length + len(arrays["token_ids"]) - 1
     experts = None if new.routed_experts is None else new.routed_experts[:num_routed]
+    # Without a token, a piece may be of other weights, which then chose nothing.
+    if num_kept := len(piece.token_ids):
+        own = None if piece.routed_experts is None else piece.routed_experts[: prompt_length + num_kept - 1]
+        experts = first_recorded([own, experts])
     recorded = [part.take(slice(last)) for part, last in ((piece.candidates, None), (new.candidates, end)) if part is not None]
     candidates = Candidates.joined(recorded) if recorded else None
     return Generation(**arrays, stop_reason=reason, routed_experts=experts, candidates=candidates)

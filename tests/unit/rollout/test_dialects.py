@@ -9,6 +9,8 @@ import openai
 import pytest
 from chat_parts import call
 from endpoint_parts import ADD, USER, Served, run, served
+from openai.types import Completion, Model
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from megatron_rl.rollout.anthropic_dialect import Messages
 from megatron_rl.rollout.dialects import Fields
@@ -97,6 +99,26 @@ def test_the_events_of_a_chat_are_openais() -> None:
             assert tool_call == {"index": 0, "type": "function", "function": {"name": "add", "arguments": "{}"}}
             assert finished["choices"] == [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": "tool_calls"}]
             assert usage["choices"] == [] and usage["usage"]["completion_tokens"] == one.policy.num_made
+
+    run(work())
+
+
+def test_answers_are_of_the_types_of_openai() -> None:
+    """The package builds its objects from any JSON, so that its clients notice no other field or word."""
+
+    async def work() -> None:
+        async with served([SAID, "Four.", *["Well."] * 4]) as one:
+            for given, number in (({"tools": [OPENAI_TOOL]}, 1), ({}, 1), ({}, 2)):
+                body = {"model": "policy", "messages": [USER], "n": number, **given}
+                _, answer = await one.post("/v1/chat/completions", body)
+                assert len(ChatCompletion.model_validate(answer, strict=True).choices) == number
+            _, answer = await one.post("/v1/completions", {"model": "policy", "prompt": "ab"})
+            Completion.model_validate(answer, strict=True)
+            async with one.client.get(f"{one.url}/v1/models/policy", headers={"x-api-key": one.key}) as response:
+                Model.model_validate(await response.json(), strict=True)
+            whole = await events(one, "/v1/chat/completions", {"messages": [USER], "stream_options": {"include_usage": True}})
+            for event in whole[:-1]:
+                ChatCompletionChunk.model_validate_json(event.removeprefix("data: "))
 
     run(work())
 

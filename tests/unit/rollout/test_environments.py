@@ -209,7 +209,7 @@ def test_replies_to_one_message_are_one_answer() -> None:
     assert (going["done"], going["parts"], going["num_calls"], going["num_errors"]) == (False, {"both": 1.5}, 3, 0)
     assert (ended["done"], ended["parts"], ended["num_calls"], ended["num_errors"]) == (True, {"both": 1.0}, 3, 1)
     assert going["messages"][0]["content"] == "ja, schön: \0 \u2028 \U0001f600"
-    assert (failed["cause"], failed["headline"]) == ("environment", "ValueError: no ToolError")
+    assert (failed["cause"], failed["headline"]) == ("tool", "ValueError: no ToolError")
     assert "raise ValueError" in failed["trace"]
 
 

@@ -59,6 +59,19 @@ def test_pieces_are_joined_in_value() -> None:
     assert without_outdated_experts(sample).routed_experts.shape[0] == 0, "of other weights than those that chose the tokens"  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize(("num_kept", "expected"), [(0, [9] * 5), (1, [7, 7, 9, 9, 9]), (3, [7, 7, 7, 7, 9])])
+def test_tokens_of_a_piece_keep_their_experts(num_kept: int, expected: list[int]) -> None:
+    """A prompt of 2 tokens, 4 others; without a token of its own the piece was maybe routed by other weights, and chose nothing."""
+    ids, versions = np.array([5, 6, 8, 4]), np.full(4, 3)
+    made = [np.full((5, 1, 1), number, np.uint8) for number in (7, 9)]
+    of = [Generation(ids, -0.01 * ids.astype(np.float32), versions, StopReason.LENGTH, record) for record in made]
+    cut = {name: getattr(of[0], name)[:num_kept] for name in ("token_ids", "log_probs", "weight_versions")}
+    rest = {name: getattr(of[1], name)[num_kept:] for name in cut}
+    # The record of a branch's trunk goes on behind what is kept.
+    whole = joined(replace(of[0], **cut), replace(of[1], **rest), prompt_length=2, stop=(), decode=decode)
+    assert whole.routed_experts is not None and whole.routed_experts.ravel().tolist() == expected
+
+
 def samples_of(*generations: Generation) -> list[Sample]:
     return [
         Sample(
