@@ -183,7 +183,7 @@ def step_seconds(steps: Steps, times: Mapping[int, float], spans: Iterable[Span]
     found = {}
     for step, metrics in steps.items():
         row = {title: metrics.get(f"time/{name}", 0.0) for name, title in _PHASES.items()}
-        requests, rewards = [], []
+        requests, rewards = list[Span](), list[Span]()
         for span in by_step[step]:
             if span.who == "rank 0" and span.name in _PARTS:
                 row[span.name] = row.get(span.name, 0.0) + span.end - span.begin
