@@ -15,7 +15,8 @@ from megatron_rl.types import Sample
 
 EVERY, SLOW_S = 3, 1.0
 """One of EVERY pieces of answers is cut or comes so many seconds late; one alone is garbled, the second or a later one."""
-NAME = b"output_token_logprobs"
+NAME = b'output_token_logprobs":[['
+"""Of an answer with tokens: scoring fixed tokens at a sync samples none, and nothing reads this name there."""
 _proxies: dict[str, str] = {}
 _garbled: list[int] = []
 _numbers = itertools.count(1)
