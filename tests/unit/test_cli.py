@@ -344,7 +344,7 @@ def test_signals_run_the_clean_up(sleeper: "subprocess.Popen[str]", number: sign
     assert sleeper.stdout.readline().startswith("checking settings")
     assert sleeper.stdout.readline() == "started\n"
     os.kill(sleeper.pid, number)
-    out, err = sleeper.communicate(timeout=20)
+    out, err = sleeper.communicate(timeout=60)
     assert sleeper.returncode == status
     assert out == "cleaned up\n"
     # click ends the line in which a terminal shows ^C.
