@@ -213,6 +213,7 @@ def test_ranks_and_engines_are_where_the_placement_says(cluster: Callable[..., s
     assert len({node_0, node_2, alone}) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sections", "ranks", "engines"),
     [
@@ -225,7 +226,6 @@ def test_ranks_and_engines_are_where_the_placement_says(cluster: Callable[..., s
             [["0"], ["1"], ["2"], ["3"]],
             ["0,1", "2,3"],
             id="shared",
-            marks=pytest.mark.slow,
         ),
         pytest.param({"training": {"topology": {"num_ranks": 2}}}, [["0"], ["1"]], ["2", "3"], id="own"),
     ],

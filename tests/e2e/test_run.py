@@ -16,6 +16,7 @@ from small_run import beyond_loopback, exposures, listeners, metrics, rl_argumen
 from transformers import AutoModelForCausalLM
 
 NO_RESTARTS = ("rollout.engine_restarts=0", "runtime.restarts=0")
+ONE_RANK = "training.topology.num_ranks=1"
 
 
 def test_supervised_start_then_rl(task: Path, tmp_path: Path, start: Callable[..., Any]) -> None:
@@ -63,7 +64,7 @@ def steps_of(directory: Path) -> list[int]:
 def test_no_step_is_made_on_samples_that_were_changed(task: Path, tmp_path: Path, start: Callable[..., Any], change: str) -> None:
     directory = tmp_path / "run"
     changed = ("rollout.function=tests.e2e.changed_samples:rollout", f"rollout.args.change={change}")
-    run = start(*rl_arguments(task, directory, "run.num_steps=3", "eval={}", "run.save_interval=1", *changed))
+    run = start(*rl_arguments(task, directory, "run.num_steps=3", "eval={}", "run.save_interval=1", ONE_RANK, *changed))
     assert run.wait() == 1, run.output
     said = " ".join(run.output.split())
     assert re.search(

@@ -19,6 +19,7 @@ from megatron_rl.engines.engine import free_port
 TIMEOUT_S = 60.0
 
 
+@pytest.mark.slow
 def test_an_export_is_served_as_transformers_reads_it(task: Path, start: Callable[..., Any]) -> None:
     port = free_port("127.0.0.1", claim=socket.socket(socket.AF_UNIX))
     server = start("serve", task / "model", "--port", port, "max_total_tokens=4096")
