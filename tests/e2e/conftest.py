@@ -40,6 +40,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak", type=int, default=60, help="steps of the run with a fault every 15; 300 in the whole one")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest file first: begun last, it would run alone."""
+    items.sort(key=lambda item: item.path.name != "test_exact_resume.py")
+
+
 class Command:
     """A running `megatron-rl` in a process group of its own; `output` grows in a file."""
 
