@@ -153,11 +153,11 @@ def _read_routed_experts(meta: dict[str, Any], shape: MixtureShape, prompt_lengt
     return experts.astype(kind)
 
 
-def read_version(text: str) -> int:
+def read_version(text: Any) -> int:
     """Return the number of a weight version. Raises EngineError."""
     try:
         return int(text)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise EngineError(f"an engine serves weight version {text!r}, needs a number; only this program may update its weights") from error
 
 

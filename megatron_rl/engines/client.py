@@ -254,7 +254,7 @@ class EngineClient:
     async def weight_version(self) -> int:
         """Return the version of the served weights; 0 are the weights of the start."""
         answer = await self._call("GET", "/model_info", timeout_s=self._control_timeout_s)
-        return read_version(answer["weight_version"])
+        return read_version(answer.get("weight_version") if isinstance(answer, dict) else answer)
 
     async def begin_weight_update(self) -> None:
         """Open an update. Pause first: requests may run between two buckets."""

@@ -166,16 +166,16 @@ class Engine:
     def is_still(self, *, answers: bool, waits: bool = False) -> bool:
         """Return True when a scheduler does no work for LOOK_S seconds, or where the server `answers` nothing, the server.
 
-        A process that `waits` for others does none, either: it has to be stopped by a signal.
+        A scheduler's compilers work for it. A process that `waits` for others does no work, either: it has to be stopped by a signal.
         """
         if self.pid is None:
             return False
         group = [psutil.Process(pid) for pid in _group_members(self.pid)]
         looked_at = [each for each in group if each.name().startswith(SCHEDULER) or (each.pid == self.pid and not answers)]
-        before_s = [sum(each.cpu_times()[:2]) for each in looked_at]
+        before_s = [_worked_s(each) for each in looked_at]
         time.sleep(LOOK_S)
         is_stopped = [not waits or each.status() == psutil.STATUS_STOPPED for each in looked_at]
-        busy_s = [sum(each.cpu_times()[:2]) - before for each, before in zip(looked_at, before_s, strict=True)]
+        busy_s = [_worked_s(each) - before for each, before in zip(looked_at, before_s, strict=True)]
         return any(stopped and busy < IDLE_SHARE * LOOK_S for stopped, busy in zip(is_stopped, busy_s, strict=True))
 
     def _log_tail(self) -> str:
@@ -295,6 +295,17 @@ def _vocab_size(model_path: Path) -> int:
     except (OSError, json.JSONDecodeError, KeyError) as error:
         got = f"{model_path} has no config.json with a vocab_size ({error!r})"
         raise UserError(f"{got}; give a Hugging Face directory as model.path") from error
+
+
+def _worked_s(process: psutil.Process) -> float:
+    """Return the CPU seconds of a server, or of a scheduler with those below it, also of those that have ended."""
+    if not process.name().startswith(SCHEDULER):
+        return float(sum(process.cpu_times()[:2]))
+    worked_s = float(sum(process.cpu_times()[:4]))
+    for each in process.children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            worked_s += sum(each.cpu_times()[:4])
+    return worked_s
 
 
 def _group_members(group: int) -> list[int]:

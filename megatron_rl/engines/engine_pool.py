@@ -121,6 +121,10 @@ class EnginePool:
                 self._departures[client].set_result(None)
         return self._departures[client]
 
+    def has_all(self, clients: Iterable[EngineClient]) -> bool:
+        """Return True when all `clients` are members."""
+        return all(client in self.membership.members for client in clients)
+
     async def loses_one_of(self, clients: Iterable[EngineClient]) -> bool:
         """Return True when one of `clients` has left, or leaves within DEATH_S seconds."""
         departures = [self.departure(client) for client in clients]
@@ -154,12 +158,15 @@ class EnginePool:
         self._update()
 
     def retire(self, client: EngineClient, error: Exception) -> None:
-        """Give a member no more work because of `error`, raised where no other engine is usable."""
+        """Give a member no more work because of `error`, raised where no other engine is usable.
+
+        A late answer ends no engine: one that works may be slow, and who watches engines ends one that hangs.
+        """
         if client not in self.membership.members:
             return
         self._retired.add(client)
         self._failure = error
-        if self.end_failed(client, error):
+        if not isinstance(error, DeadlineError) and self.end_failed(client, error):
             # A death is known later than its consequences.
             self._num_returning += 1
             asyncio.get_running_loop().call_later(LEAVE_S, self._end_return)

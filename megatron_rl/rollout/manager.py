@@ -192,9 +192,9 @@ class RolloutManager:
                 self.pool.admit([client])
 
     async def leave(self, address: EngineAddress, error: Exception, *, returning: Awaitable[bool] | None = None) -> bool:
-        """Go on without the engine at `address`, dead of `error`; False for the last, unless it is `returning`."""
+        """Go on without the engine at `address`, dead of `error`; False for the last, unless it or another one is `returning`."""
         client = next(client for client in self.clients if client.address == address)
-        if len(self.clients) == 1 and returning is None:
+        if len(self.clients) == 1 and returning is None and not self._returning:
             return False
         if returning is not None:
             task = asyncio.create_task(self._return(returning))

@@ -44,9 +44,9 @@ class EngineReturns:
             engines.watch(number, goes_on=partial(self._goes_on, number, address))
 
     def _end_failed(self, client: EngineClient, error: Exception) -> bool:
-        """End an engine that may be started again; return True for such a one. One that has left is another one by now."""
-        number = self._numbers[client.address]
-        ends = client in self._manager.clients and self._engines.may_restart(number)
+        """End an engine that the run can go on without; return True for such a one. One that has left is another one by now."""
+        number, others = self._numbers[client.address], len(self._manager.clients) > 1
+        ends = client in self._manager.clients and (others or self._engines.may_restart(number))
         if ends:
             self._engines.end(number, str(error))
         return ends

@@ -18,7 +18,7 @@ from megatron_rl.algorithms.rounding_limits import Expected
 from megatron_rl.checkpoints.run_checkpoints import CheckpointWriter, RunState, load_newest, oldest_step
 from megatron_rl.config.derived import DEADLINE, sync_deadline_s
 from megatron_rl.config.settings import RunSettings, Settings
-from megatron_rl.errors import DeadlineError, EngineDiedError, MegatronRLError, ParityError, UserError, counted
+from megatron_rl.errors import DeadlineError, EngineError, MegatronRLError, ParityError, UserError, counted
 from megatron_rl.evaluation.best_steps import reason_to_stop
 from megatron_rl.observe.console import PhaseProgress
 from megatron_rl.observe.metrics import Mean, Metric, metric_values
@@ -210,7 +210,7 @@ class Run(ABC):
 
         An engine's death on shared devices leaves memory of theirs in no known state.
         """
-        of_rollout = (UserError, DeadlineError) if self._devices is not None else (UserError, DeadlineError, EngineDiedError)
+        of_rollout = (UserError, DeadlineError) if self._devices is not None else (UserError, DeadlineError, EngineError)
         return asked_to_end(error) or (self._ranks_are_idle and isinstance(error, of_rollout))
 
 

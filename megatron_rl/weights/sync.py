@@ -78,8 +78,9 @@ class WeightSync:
 
     When a member dies or fails during a sync, the others get the version again from the start, over
     a new transport; an engine with a part of the weights stays paused. A sync fails when the last
-    engine dies for good, or one during the joining of a process group. NCCL is not tried yet: there a deadline may
-    end the sync, as engines wait on their GPUs for the dead one. With disk and ipc none waits.
+    engine dies for good; it counts as late when ranks wait in a process group for an engine that has
+    left. NCCL is not tried yet: there a deadline may end the sync, as engines wait on their GPUs for
+    the dead one. With disk and ipc none waits.
 
     At the first sync of a transport, with deltas also at the second, and at every `check_interval`-th version, engines compare checksums
     of all weights with the ranks' (`received_weights`) before they serve them; 0 is never.
@@ -155,15 +156,14 @@ class WeightSync:
             }
             works = sending | {f"engine at {client.address.url}": update for client, update in receiving.items()}
             await self._all_of(_shielded(works), what=what, deadline=deadline)
-            asked = {f"version of {client.address.url}": self._pool.while_it_stays(client, client.weight_version()) for client in members}
-            served = await self._all_of(asked, what=what, deadline=deadline)
         except RuntimeError:
             # From an engine, or from a rank with a broken connection. A death is known later than its consequences.
             ended = [(client, update) for client, update in receiving.items() if update.done() and not update.cancelled()]
             if await self._has_lost_a_rank(members):
                 raise
             for client, update in ended:
-                if isinstance(fault := update.exception(), Exception):
+                # Where one has left meanwhile, the others' errors may come of that.
+                if self._pool.has_all(members) and isinstance(fault := update.exception(), Exception):
                     self._pool.end_failed(client, fault)
             if not await self._pool.loses_one_of(members):
                 raise
@@ -171,12 +171,6 @@ class WeightSync:
             return None
         finally:
             _end([*sending.values(), *receiving.values(), *([expected] if expected is not None else [])])
-        for client, got in zip(members, served, strict=True):
-            if got != version:
-                wrong = EngineError(f"the engine at {client.address.url} serves weights {got} after a sync, needs {version}; see its log")
-                if not (self._pool.end_failed(client, wrong) and await self._pool.loses_one_of([client])):
-                    raise wrong
-                return None
         self._num_checked += checked
         return _parts([rank.result() for rank in sending.values()], [engine.result() for engine in receiving.values()])
 
@@ -186,7 +180,7 @@ class WeightSync:
     async def _has_lost_a_rank(self, members: Sequence[EngineClient]) -> bool:
         """Return True when a rank dies within DEATH_S seconds, and no engine: then what engines raise is no fault of theirs."""
         until_s = asyncio.get_running_loop().time() + DEATH_S
-        while not self._ranks.has_died and all(client in self._pool.membership.members for client in members):
+        while not self._ranks.has_died and self._pool.has_all(members):
             if asyncio.get_running_loop().time() > until_s:
                 return False
             await asyncio.sleep(RETURN_POLL_S)
@@ -210,8 +204,18 @@ class WeightSync:
             raise EngineError("no engine is left that weights could be sent to; see the logs of the engines")
         # In a thread, because the call asks a rank for an address and waits for the answer.
         transport = await asyncio.to_thread(self._make_transport, [client.address.url for client in membership.members])
-        connecting = {"engines": transport.connect(membership.members), **_named(self._ranks.begin_open_sender(transport.plan))}
-        await self._all_of(connecting, what="joining trainer and engines for weight syncs", deadline=deadline)
+        opening, what = _named(self._ranks.begin_open_sender(transport.plan)), "joining trainer and engines for weight syncs"
+        try:
+            await self._all_of({"engines": transport.connect(membership.members), **_shielded(opening)}, what=what, deadline=deadline)
+        except RuntimeError as error:
+            if self._ranks.has_died or not await self._pool.loses_one_of(membership.members):
+                raise
+            if all(each.done() for each in opening.values()):
+                return await self._connect(deadline)
+            # They wait in a process group that never comes about; new ones do not.
+            raise DeadlineError(f"{what} ended for ranks that wait for an engine that has left: {error}") from error
+        finally:
+            _end(opening.values())
         self._connection, self._num_checked = Connection(membership, transport), 0
         return self._connection
 
@@ -282,6 +286,8 @@ class WeightSync:
             clock_s.append(time.perf_counter())
             with measure("resume"):
                 await client.resume()
+            if (got := await client.weight_version()) != version:
+                raise EngineError(f"the engine at {client.address.url} serves weights {got} after a sync, needs {version}; see its log")
         except BaseException:
             transport.give_up(client, version=version)
             raise

@@ -198,6 +198,10 @@ def test_an_engine_sets_up_nccl_as_ranks_do(tmp_path: Path, monkeypatch: pytest.
         (True, False, (), {1: 9.0, 2: 0.05, 3: 9.0}, True),
         (False, False, (), {1: 0.05, 2: 9.0, 3: 9.0}, True),
         (False, False, (), {1: 0.2, 2: 0.2, 3: 0.0}, False),
+        # A compiler works for the scheduler that waits for it, and not for a server that answers nothing.
+        (True, False, (), {1: 0.0, 2: 0.0, 3: 0.0, 4: 9.0}, False),
+        (True, False, (), {1: 0.0, 2: 0.0, 3: 0.0, 4: 0.05}, True),
+        (False, False, (), {1: 0.0, 2: 0.0, 3: 0.0, 4: 9.0}, True),
         # One that waits for the ranks does no work, either.
         (True, True, (), {1: 9.0, 2: 0.0, 3: 9.0}, False),
         (True, True, (2,), {1: 9.0, 2: 0.0, 3: 9.0}, True),
@@ -215,13 +219,17 @@ def test_a_server_is_still_when_who_has_to_work_does_not(
     busy_s: dict[int, float],
     expected: bool,
 ) -> None:
-    names, before_s = {1: "python", 2: "sglang::scheduler_TP0", 3: "sglang::detokenizer"}, dict.fromkeys(busy_s, 100.0)
+    compiles, busy_s = 4 in busy_s, {4: 0.0, **busy_s}
+    names, before_s = {1: "python", 2: "sglang::scheduler_TP0", 3: "sglang::detokenizer", 4: "ninja"}, dict.fromkeys(busy_s, 100.0)
     passed = [False]
 
     def process(pid: int) -> SimpleNamespace:
         times = lambda: (before_s[pid] + passed[0] * busy_s[pid] / 2, passed[0] * busy_s[pid] / 2, 7.0, 7.0)  # noqa: E731
         status = psutil.STATUS_STOPPED if pid in stopped else psutil.STATUS_SLEEPING
-        return SimpleNamespace(pid=pid, name=lambda: names[pid], cpu_times=times, status=lambda: status)
+        children = {1: [2, 3, 4]}.get(pid, []) if pid != 2 else [4] * compiles
+        return SimpleNamespace(
+            pid=pid, name=lambda: names[pid], cpu_times=times, status=lambda: status, children=lambda recursive: [*map(process, children)]
+        )
 
     engine = make_engine()
     monkeypatch.setattr(module, "psutil", SimpleNamespace(Process=process, STATUS_STOPPED=psutil.STATUS_STOPPED))

@@ -13,7 +13,7 @@ from megatron_rl.engines import engine_pool
 from megatron_rl.engines.client import EngineClient
 from megatron_rl.engines.engine import EngineAddress
 from megatron_rl.engines.engine_pool import EnginePool, Urgency
-from megatron_rl.errors import EngineError
+from megatron_rl.errors import DeadlineError, EngineError
 
 
 def make_clients(count: int) -> list[EngineClient]:
@@ -231,6 +231,16 @@ def test_a_failed_engine_may_be_a_dead_one_that_returns(monkeypatch: pytest.Monk
         assert ended == [(first, "broken pipe")]
 
     asyncio.run(test())
+
+
+def test_a_late_answer_ends_no_engine() -> None:
+    async def test(requests: Requests, clients: list[EngineClient]) -> None:
+        requests.pool.end_failed = lambda client, error: pytest.fail("an engine that works may be slow")
+        requests.pool.retire(clients[0], DeadlineError("no answer within 600 s"))
+        await requests.start("a")
+        assert requests.got["a"] is clients[1]
+
+    run(test)
 
 
 def test_a_retired_engine_is_a_member_until_readmitted() -> None:

@@ -66,11 +66,14 @@ def test_token_values_that_cannot_be_kept_leave_a_checkpoint(make_run: MakeRun, 
 
 
 @pytest.mark.parametrize("colocated", [False, True])
-def test_the_last_engines_death_leaves_a_checkpoint(make_run: MakeRun, calls: Calls, tmp_path: Path, colocated: bool) -> None:
+@pytest.mark.parametrize("error", [EngineDiedError("killed by signal 9"), EngineError("gave an answer of another form")])
+def test_the_last_engines_end_leaves_a_checkpoint(
+    make_run: MakeRun, calls: Calls, tmp_path: Path, error: EngineError, colocated: bool
+) -> None:
     """But not on shared devices, where its memory is not given back."""
-    error, devices = EngineDiedError("killed by signal 9"), Devices(calls) if colocated else None
+    devices = Devices(calls) if colocated else None
     run = make_run("run.num_steps=9", "run.save_interval=0", fails_at=2, error=error, devices=devices)
-    with pytest.raises(EngineDiedError):
+    with pytest.raises(EngineError):
         train_loop(run, first_step=0)
     run.break_off(error)
     assert [path.name for path in checkpoint_paths(tmp_path / "run")] == ([] if colocated else ["step-000002"])
