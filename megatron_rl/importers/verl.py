@@ -162,9 +162,12 @@ def translate(source: Path, *, given: Mapping[str, str], model: Path | None) -> 
         rule = next((rule for start, rule in PREFIXES.items() if word.startswith(start)), None)
         reason = "not known here; `megatron-rl train --help all` lists what is" if rule is None else rule.note
         value = t.words.pop(word)[0]
-        if UNKNOWN.search(word):
-            reason = "may be several settings, which come from outside of the script; give NAME=VALUE after it, NAME= for none"
-        t.left[f"{word}={value}" if value or not UNKNOWN.search(word) else word] = reason
+        if (found := UNKNOWN.search(word)) and "=" not in word and not value:
+            t.left[word] = (
+                f"may be several settings, from outside of the script; give {found[1] or 'NAME'}=VALUE after it, or an empty value"
+            )
+            continue
+        t.left[f"{word}={value}"] = reason
     return t
 
 

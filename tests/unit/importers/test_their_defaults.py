@@ -135,7 +135,7 @@ def test_a_run_means_the_same(tmp_path: Path, name: str) -> None:
 
 
 LEFT: dict[str, tuple[Any, str, str, str]] = {
-    "words of a list": (verl, run("$EXTRA"), "⟨EXTRA⟩", "may be several settings"),
+    "words of a list": (verl, run("$EXTRA"), "⟨EXTRA⟩", "give EXTRA=VALUE after it, or an empty value"),
     "a value within a list": (verl, f'C="{ACTOR}.optim.lr=2e-6 actor_rollout_ref.model.path=$P"\n' + run("$C"),
                               "actor_rollout_ref.model.path", "give P=VALUE"),
     "ranks": (verl, run(f"{ACTOR}.megatron.tensor_model_parallel_size=$TP"), f"{ACTOR}.megatron.tensor_model_parallel_size", "TP=VALUE"),
