@@ -293,7 +293,7 @@ def _data(t: Translation) -> None:
         t.left[f"{_ACTOR}.ppo_epochs={epochs}"] = "each sample is trained on once; nearest: more optimizer steps on a batch"
     if (passes := t.take("trainer.total_epochs")) is not None:
         counted = t.peek("trainer.total_training_steps", 0)
-        reason = "trainer.total_training_steps is run.num_steps; a run ends before where its epochs do, there alone"
+        reason = "run.num_steps is trainer.total_training_steps; there a run ends with its epochs, too"
         t.left[f"trainer.total_epochs={passes}"] = reason if counted else "set run.num_steps to rows x epochs / data.prompts_per_step"
     start = f"{_ROLLOUT}.val_kwargs"
     t.take(f"{start}.do_sample")  # nothing reads it there

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from megatron_rl.cli import main
 from megatron_rl.config.load import validate_settings
 from megatron_rl.importers import slime, verl
 from megatron_rl.importers.translation import Translation, _nested
@@ -166,3 +167,10 @@ def test_what_differs_is_said_where_it_does(tmp_path: Path) -> None:
     assert "asynchronous training" not in read(tmp_path, verl, run("", ONE_STEP)).differs
     assert "asynchronous training" in read(tmp_path, verl, run(f"{RATIO}.bypass_mode=False", ONE_STEP)).differs
     assert "no rollout-max-prompt-len" in read(tmp_path, slime, "python train.py").differs
+
+
+def test_the_working_directory_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.sh").write_text("D=${DATA:-$PWD}\n" + run("data.val_files=$D/v.parquet"))
+    monkeypatch.chdir(tmp_path)
+    assert main(["import", "verl", "run.sh"]) == 0
+    assert f"data: {tmp_path}/v.parquet" in capsys.readouterr().out
