@@ -184,7 +184,7 @@ def _arguments(words: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _objective(t: Translation) -> None:
-    """Translate estimator, clips, KL, entropy, denominators and corrections."""
+    """Translate estimator, clips, KL, entropy and denominators."""
     estimator = t.take("advantage-estimator", "grpo")
     presets = {"gspo": "gspo", "reinforce_plus_plus": "reinforce_plus_plus", "ppo": "ppo"}
     if estimator == "reinforce_plus_plus_baseline":
@@ -214,6 +214,21 @@ def _objective(t: Translation) -> None:
     _kl(t, estimator)
     if coef := t.number("entropy-coef", 0.0):
         t.settings |= {"objective.entropy.coef": coef, "objective.entropy.mode": "matched"}
+    _corrections(t)
+    if (path := t.take("dynamic-sampling-filter-path")) is not None:
+        if path.endswith("check_reward_nonzero_std"):
+            t.settings["objective.zero_variance"] = "resample"
+        else:
+            t.left[f"dynamic-sampling-filter-path {path}"] = "another interface: write a filter (examples/plugins) and set rollout.filter"
+    if (loss := t.take("loss-type", "policy_loss")) == "sft_loss":
+        t.settings = {"objective.policy_loss": "sft", "objective.aggregation": t.settings["objective.aggregation"]}
+        t.differs.pop("use-opsm", None)
+    elif loss != "policy_loss":
+        t.left[f"loss-type {loss}"] = "nearest: objective.policy_loss, or a plug-in"
+
+
+def _corrections(t: Translation) -> None:
+    """Translate weights and masks of the rollout's mismatch."""
     if t.flag("use-tis"):
         t.settings |= {"objective.off_policy.mode": "truncate", "objective.off_policy.high": float(t.number("tis-clip", 2.0))}
         if low := t.number("tis-clip-low", 0.0):
@@ -225,16 +240,6 @@ def _objective(t: Translation) -> None:
         t.settings["objective.off_policy.opsm"] = delta
         if "objective.proximal" not in t.settings:
             t.differs["use-opsm"] = "objective.off_policy.opsm: its mean is of the rollout's log-probs, not of recomputed ones"
-    if (path := t.take("dynamic-sampling-filter-path")) is not None:
-        if path.endswith("check_reward_nonzero_std"):
-            t.settings["objective.zero_variance"] = "resample"
-        else:
-            t.left[f"dynamic-sampling-filter-path {path}"] = "another interface: write a filter (examples/plugins) and set rollout.filter"
-    if (loss := t.take("loss-type", "policy_loss")) == "sft_loss":
-        t.settings = {"objective.policy_loss": "sft", "objective.aggregation": t.settings["objective.aggregation"]}
-        t.differs.pop("use-opsm", None)
-    elif loss != "policy_loss":
-        t.left[f"loss-type {loss}"] = "nearest: objective.policy_loss, or a plug-in"
 
 
 def _kl(t: Translation, estimator: str | None) -> None:
