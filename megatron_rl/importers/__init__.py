@@ -25,7 +25,7 @@ def import_settings(
 
     if wrong := next((word for word in given if "=" not in word), None):
         raise UserError(f"import was given {wrong!r} after the script, needs NAME=VALUE, a variable of the script; correct it")
-    variables = {"HOME": str(Path.home()), **dict(word.split("=", 1) for word in given)}
+    variables = {"HOME": str(Path.home()), "PWD": str(Path.cwd()), **dict(word.split("=", 1) for word in given)}
     translation = {"slime": slime, "verl": verl}[project].translate(source, given=variables, model=model)
     translation.settings["runtime.cluster.gpu"] = gpu
     problems = settle(translation, origin=str(source))

@@ -2,7 +2,8 @@
 
 Assignments, arrays, quotes, `${NAME:-x}`, arithmetic and `source` are understood. Output of a
 command is not known: it and what follows from it stand as `⟨NAME⟩`. In an `if` or a loop an
-assignment counts where nothing else has given a value, the first one of several branches.
+assignment counts where nothing else has given a value, or where it extends that value, in the first
+one of several branches.
 """
 
 import ast
@@ -16,7 +17,7 @@ from megatron_rl.errors import UserError
 Value = str | list[str]
 UNKNOWN = re.compile(r"⟨(\w*)⟩")
 _OPENS, _CLOSES = ("if", "for", "while", "until", "case"), ("fi", "done", "esac")
-_LEADS = ("then", "else", "elif", "do", "export", "local", "declare", "readonly", "!", "{", "}", *_OPENS)
+_LEADS = ("then", "else", "elif", "do", "export", "local", "declare", "readonly", "!", "{", "}", ";;", *_OPENS)
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _EXPANSION = re.compile(r"\$(?:(\w+|[@*#?$!])|\{)")
 _OPERATORS = {
@@ -39,8 +40,10 @@ class Script:
         """Sourced files that are not there, whose variables are not known."""
         self._variables: dict[str, Value] = dict(given)
         self._given = frozenset(given)
-        self._branch: set[str] = set()  # variables that the open `if` or loop has given
-        self._depth = 0
+        self.skipped: list[str] = []
+        """Assignments in an `if` or a loop to a variable that has another value outside of it."""
+        self._branch: dict[str, int] = {}  # variables that the open `if` or loop has given, and in which of its branches
+        self._depth = self._branch_number = 0
         self._read(path, depth=0)
 
     def _read(self, path: Path, *, depth: int) -> None:
@@ -56,6 +59,7 @@ class Script:
     def _take(self, words: list[str], path: Path, *, depth: int) -> None:
         while words and (words[0] in _LEADS or words[0] in _CLOSES):
             self._depth = max(0, self._depth + (words[0] in _OPENS) - (words[0] in _CLOSES))
+            self._branch_number += words[0] in ("else", "elif", ";;")
             if not self._depth:
                 self._branch.clear()
             words = words[1:]
@@ -75,17 +79,21 @@ class Script:
             self.commands.append(expanded)
 
     def _assign(self, name: str, text: str, path: Path, *, adds: bool) -> None:
-        known = name in self._variables and not UNKNOWN.search(str(self._variables[name]))
-        if name in self._given or (self._depth and (known or name in self._branch)):
+        before = self._variables.get(name)
+        known = before is not None and not UNKNOWN.search(str(before))
+        if name in self._given or (self._depth and self._branch.get(name, self._branch_number) != self._branch_number):
             return
-        self._branch |= {name} if self._depth else set()
         if text.startswith("("):
             value: Value = [each for words in _commands(text[1:-1]) for word in words for each in self._expand(word, path)]
         else:
             value = " ".join(self._expand(text, path))
-            if UNKNOWN.search(value):
+            if UNKNOWN.search(value) and not value.split()[1:]:
                 value = f"⟨{name}⟩"
-        before = self._variables.get(name)
+        extends = adds or re.search(rf"\$\{{?{name}\b", text)
+        if self._depth and known and name not in self._branch and not extends:
+            self.skipped += [f"{name}={' '.join(text.split())}"] if value != before else []
+            return
+        self._branch |= {name: self._branch_number} if self._depth else {}
         if adds and before is not None:
             value = [*before, *([value] if isinstance(value, str) else value)] if isinstance(before, list) else f"{before}{value}"
         self._variables[name] = value
@@ -155,7 +163,7 @@ class Script:
             return [f"⟨{found[1]}⟩"]
         if isinstance(value, list):
             return value if found[2] else value[:1]
-        return [value] if quoted or UNKNOWN.search(value) else value.split()
+        return [value] if quoted else value.split()
 
     def _arithmetic(self, text: str, path: Path) -> str:
         named = re.sub(r"(?<![\w$⟨{])([A-Za-z_]\w*)", r"$\1", text)
@@ -246,6 +254,8 @@ def _commands(text: str) -> Iterator[list[str]]:
             if char not in " \t" and words:
                 yield words
                 words = []
+            if text.startswith(";;", index):
+                yield [";;"]
         else:
             word += text[index : index + 2] if char == "\\" else char
             index += char == "\\"

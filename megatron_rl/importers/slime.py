@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import UserError
-from megatron_rl.importers.shell import Script
+from megatron_rl.importers.shell import UNKNOWN, Script
 from megatron_rl.importers.translation import Rule, Translation, check_model, no_place, none, plain, positive, real
 
 KL_ESTIMATORS = {"low_var_kl": "low_variance"}
@@ -128,6 +128,8 @@ DEFAULTS: dict[str, Any] = {
     "data.samples_per_prompt": 1,
     "training.schedule.decay_style": "linear",
     "training.optimizer.weight_decay": 0.01,
+    "eval.interval": 0,
+    "run.save_interval": 0,
 }
 """Their values, and Megatron's, where the script has none and ours are others."""
 _ENTRIES = ("train.py", "train_async.py")
@@ -146,8 +148,12 @@ def translate(script: Path, *, given: Mapping[str, str], model: Path | None) -> 
     _processes(t)
     _rewards(t)
     _evaluation(t)
-    if Path(command[0]).name == "train_async.py":
+    if Path(command[0]).name == "train_async.py" and t.settings.get("objective.policy_loss") != "sft":
         t.settings["rollout.max_staleness"] = 1
+    if "rollout-max-prompt-len" in t.words:
+        t.settings["data.overlong"] = "drop"
+    else:
+        t.differs["no rollout-max-prompt-len"] = "a prompt longer than data.max_prompt_tokens is an error here; set it to the longest"
     t.apply(RULES)
     t.settings["data.shuffle"] = t.flag("rollout-shuffle")
     check_model(t, model or Path(t.settings.get("model.path", "")), SHAPES, complete="num-layers" in t.words)
@@ -178,19 +184,23 @@ def _arguments(words: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _objective(t: Translation) -> None:
-    """Translate estimator, clips, KL, entropy, denominators and corrections."""
+    """Translate estimator, clips, KL, entropy and denominators."""
     estimator = t.take("advantage-estimator", "grpo")
     presets = {"gspo": "gspo", "reinforce_plus_plus": "reinforce_plus_plus", "ppo": "ppo"}
     if estimator == "reinforce_plus_plus_baseline":
         t.settings["objective.advantage.kind"] = estimator
     elif estimator in presets:
         t.settings["objective.preset"] = presets[estimator]
+    elif estimator == "cispo":
+        t.settings["objective.policy_loss.kind"] = estimator
     elif estimator != "grpo":
         t.left[f"advantage-estimator {estimator}"] = "nearest: objective.distillation_coef with model.teacher, or a plug-in"
     low = t.number("eps-clip", 0.2)
-    t.settings |= {"objective.policy_loss.low": low, "objective.policy_loss.high": t.number("eps-clip-high", low)}
-    if "eps-clip-c" in t.words:
-        t.settings["objective.policy_loss.dual_clip"] = t.number("eps-clip-c", 3.0)
+    t.settings["objective.policy_loss.high"] = t.number("eps-clip-high", low)
+    # A ratio is never below 0.
+    t.settings["objective.policy_loss.low"] = None if estimator == "cispo" and low >= 1 else low
+    if (dual := t.number("eps-clip-c", 0.0)) and estimator != "cispo":
+        t.settings["objective.policy_loss.dual_clip"] = dual
     by_tokens = t.flag("calculate-per-token-loss")
     t.settings["objective.aggregation"] = "token_mean" if by_tokens else "sequence_mean_token_mean"
     if t.flag("disable-grpo-std-normalization"):
@@ -204,20 +214,32 @@ def _objective(t: Translation) -> None:
     _kl(t, estimator)
     if coef := t.number("entropy-coef", 0.0):
         t.settings |= {"objective.entropy.coef": coef, "objective.entropy.mode": "matched"}
-    if t.flag("use-tis"):
-        t.settings |= {"objective.off_policy.mode": "truncate", "objective.off_policy.high": float(t.number("tis-clip", 2.0))}
-        if low := t.number("tis-clip-low", 0.0):
-            t.settings["objective.off_policy.low"] = low
+    _corrections(t)
     if (path := t.take("dynamic-sampling-filter-path")) is not None:
         if path.endswith("check_reward_nonzero_std"):
             t.settings["objective.zero_variance"] = "resample"
         else:
             t.left[f"dynamic-sampling-filter-path {path}"] = "another interface: write a filter (examples/plugins) and set rollout.filter"
     if (loss := t.take("loss-type", "policy_loss")) == "sft_loss":
-        t.settings = {path: value for path, value in t.settings.items() if not path.startswith(("objective.", "training.reference"))}
-        t.settings["objective.policy_loss"] = "sft"
+        t.settings = {"objective.policy_loss": "sft", "objective.aggregation": t.settings["objective.aggregation"]}
+        t.differs.pop("use-opsm", None)
     elif loss != "policy_loss":
         t.left[f"loss-type {loss}"] = "nearest: objective.policy_loss, or a plug-in"
+
+
+def _corrections(t: Translation) -> None:
+    """Translate weights and masks of the rollout's mismatch."""
+    if t.flag("use-tis"):
+        t.settings |= {"objective.off_policy.mode": "truncate", "objective.off_policy.high": float(t.number("tis-clip", 2.0))}
+        if low := t.number("tis-clip-low", 0.0):
+            t.settings["objective.off_policy.low"] = low
+    if t.flag("use-rollout-logprobs"):
+        t.settings["objective.proximal"] = "rollout"
+    delta = t.number("opsm-delta", 1e-4)
+    if t.flag("use-opsm"):
+        t.settings["objective.off_policy.opsm"] = delta
+        if "objective.proximal" not in t.settings:
+            t.differs["use-opsm"] = "objective.off_policy.opsm: its mean is of the rollout's log-probs, not of recomputed ones"
 
 
 def _kl(t: Translation, estimator: str | None) -> None:
@@ -242,7 +264,7 @@ def _batches(t: Translation) -> None:
     """Translate batch sizes: theirs counts samples of an optimizer step, ours optimizer steps of a batch."""
     steps = int(t.number("num-steps-per-rollout", 0))
     size = int(t.number("global-batch-size", 0))
-    made = int(plain((t.words.get("rollout-batch-size") or ["0"])[0])) * int(plain((t.words.get("n-samples-per-prompt") or ["1"])[0]))
+    made = t.peek("rollout-batch-size", 0) * t.peek("n-samples-per-prompt", 1)
     if not steps and size and made:
         steps = max(1, made // size)
         if made % size:
@@ -254,9 +276,17 @@ def _batches(t: Translation) -> None:
     if (epochs := t.take("num-epoch")) is not None and "num-rollout" not in t.words:
         t.left[f"num-epoch {epochs}"] = "set run.num_steps to rows x epochs / data.prompts_per_step"
     if (fraction := t.take("lr-warmup-fraction")) is not None:
-        decay = plain((t.words.get("lr-decay-iters") or ["0"])[0])
-        decay = decay or plain((t.words.get("num-rollout") or ["0"])[0]) * max(1, steps)
-        t.settings["training.schedule.warmup_steps"] = round(float(fraction) * decay)
+        if decay := t.peek("lr-decay-iters", 0) or t.peek("num-rollout", 0) * max(1, steps):
+            t.settings["training.schedule.warmup_steps"] = round(float(fraction) * decay)
+        else:
+            t.left[f"lr-warmup-fraction {fraction}"] = "set training.schedule.warmup_steps to this share of all optimizer steps"
+    only = int(t.number("num-critic-only-steps", 0)) * max(1, steps)
+    if t.settings.get("objective.preset") == "ppo":
+        # The critic has the policy's learning rate there.
+        rates = {f"training.critic.optimizer.{name.replace('-', '_')}": t.words.get(name) for name in ("lr", "min-lr")}
+        t.settings["training.critic.optimizer.lr"] = 1e-6
+        t.settings |= {path: real(words[0]) for path, words in rates.items() if words and not UNKNOWN.search(words[0])}
+        t.settings |= {"training.critic.warmup_steps": only} if only else {}
 
 
 def _processes(t: Translation) -> None:
@@ -264,17 +294,18 @@ def _processes(t: Translation) -> None:
     nodes, each = int(t.number("actor-num-nodes", 1)), int(t.number("actor-num-gpus-per-node", 8))
     per_engine = int(t.number("rollout-num-gpus-per-engine", 1))
     colocated = "colocate" in t.words or t.settings.get("objective.policy_loss") == "sft"
-    if per_engine > each:
-        t.settings["rollout.sglang.nnodes"] = -(-per_engine // each)
-    gpus = int(t.number("rollout-num-gpus", nodes * each))
+    gpus, size = int(t.number("rollout-num-gpus", nodes * each)), int(t.number("num-gpus-per-node", 8))
+    size = each if colocated else min(size, nodes * each + gpus)
+    if per_engine > size:
+        t.settings["rollout.sglang.nnodes"] = -(-per_engine // size)
     t.settings |= {
         "training.topology.num_ranks": nodes * each,
         "rollout.num_engines": max(1, (nodes * each if colocated else gpus) // per_engine),
         "rollout.sglang.tp_size": per_engine,
-        "runtime.cluster.gpus_per_node": each,
+        "runtime.cluster.gpus_per_node": size,
         # Megatron turns it off without tensor parallelism.
         "training.topology.sequence_parallel": t.flag("sequence-parallel") and t.words.get("tensor-model-parallel-size", ["1"]) != ["1"],
-        "runtime.cluster.num_nodes": nodes if colocated else nodes + -(-gpus // each),
+        "runtime.cluster.num_nodes": nodes if colocated else -(-(nodes * each + gpus) // size),
     }
 
 
@@ -296,6 +327,7 @@ def _rewards(t: Translation) -> None:
 def _evaluation(t: Translation) -> None:
     """Translate held-out sets: pairs of a name and a file."""
     values, samples = t.words.pop("eval-prompt-data", []), int(t.number("n-samples-per-eval-prompt", 1))
+    values = ["aime", *values] if len(values) == 1 else values
     sampling: dict[str, Any] = {
         ours: plain(text)
         for theirs, ours in (("max-response-len", "max_response_tokens"), ("top-p", "top_p"), ("temperature", "temperature"))
@@ -305,4 +337,7 @@ def _evaluation(t: Translation) -> None:
         sampling["top_k"] = plain(top_k)
     sampling |= {name: float(sampling[name]) for name in ("top_p", "temperature") if name in sampling}
     for name, path in zip(values[::2], values[1::2], strict=False):
+        if found := UNKNOWN.search(name + path):
+            t.left[f"eval-prompt-data {name} {path}"] = f"it comes from outside of the script; give {found[1]}=VALUE after the script"
+            continue
         t.settings[f"eval.sets.{name}"] = {"data": path, "samples": samples, "sampling": sampling}

@@ -83,11 +83,17 @@ class Translation:
         return text
 
     def number(self, name: str, default: float) -> float:
-        """Return and remove a number. Raises UserError for another value."""
-        value = plain(self.take(name) or str(default))
+        """Return and remove a number, `default` for null. Raises UserError for another value."""
+        value = plain(self.take(name) or "null")
+        value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise UserError(f"{name} is {value!r}, needs a number; correct the script")
         return value
+
+    def peek(self, name: str, default: int) -> int:
+        """Return a whole number and leave its word; `default` where it is not given, not known or no whole number."""
+        text = " ".join(self.words.get(name, ()))
+        return int(text) if text.isdecimal() else default
 
     def flag(self, name: str, default: bool = False) -> bool:
         """Return and remove a switch."""
@@ -99,11 +105,12 @@ class Translation:
             if name not in self.words:
                 continue
             shown = " ".join(self.words[name])
+            if not rule.path:
+                self.words.pop(name)
+                self.left[f"{name} {shown}".strip()] = rule.note
+                continue
             text = self.take(name)
             if text is None:
-                continue
-            if not rule.path:
-                self.left[f"{name} {shown}".strip()] = rule.note
                 continue
             self.settings[rule.path] = value = rule.convert(text)
             # A bound that leaves nothing out means the same everywhere.
@@ -114,13 +121,15 @@ class Translation:
         """Leave out what contradicts other settings here, and note sourced files that are not there."""
         for file in [] if script is None else script.missing:
             self.left[f"source {file}"] = "the file is not there, so its variables are not known"
-        get = self.settings.get
+        for assignment in [] if script is None else script.skipped:
+            self.left[assignment] = "in an if or a loop, and the value from outside of it is taken; give this one after the script"
+        get, sft = self.settings.get, self.settings.get("objective.policy_loss") == "sft"
         cp, budget = get("training.topology.cp", 1), get("training.max_tokens_per_micro_batch")
         longest = get("data.max_prompt_tokens", 1024) + get("rollout.sampling.max_response_tokens", 1024)
-        if budget is not None and budget * cp < longest and get("objective.policy_loss") != "sft":
+        if budget is not None and budget * cp < longest and not sft:
             reason = f"less than the longest sequence of {longest} tokens shared by cp {cp}, which is taken"
             self.left[f"training.max_tokens_per_micro_batch {self.settings.pop('training.max_tokens_per_micro_batch')}"] = reason
-        if get("rollout.max_staleness") and "objective.off_policy.mode" not in self.settings:
+        if get("rollout.max_staleness") and not sft and not {"objective.off_policy.mode", "objective.proximal"} & set(self.settings):
             self.settings["objective.proximal"] = "rollout"
             words = "objective.proximal: ratios are taken to the policy that sampled, not to a recomputed one"
             self.differs["asynchronous training"] = words

@@ -1,13 +1,14 @@
 """verl's settings, from a script's command line or a YAML file, as settings of ours, in one table."""
 
 import ast
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.yaml_text import by_path, format_value
 from megatron_rl.errors import UserError
-from megatron_rl.importers.shell import Script
+from megatron_rl.importers.shell import UNKNOWN, Script
 from megatron_rl.importers.slime import DECAYS
 from megatron_rl.importers.translation import Rule, Translation, none, plain, real
 
@@ -26,6 +27,14 @@ _OWN_MEAN = ("gspo", "sapo", "geo_mean")
 _ESTIMATORS = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "rloo", "opo")
 _LOSSES = {"gpg": "gpg", "clip_cov": "clip_cov", "kl_cov": "kl_cov", "geo_mean": "gmpo", "sapo": "sapo", "cispo": "cispo"}
 _REFERENCE = none("the reference has the policy's layout and passes")
+_RATIO = "algorithm.rollout_correction"
+_STARTS = re.compile(r"(.*[./])?main_ppo(\.py)?|verl\.(trainer|experimental)\.[\w.]+")
+"""The word that starts a run."""
+_ENTRIES = {
+    "one_step_off_policy": {"rollout.nnodes": "1", f"{_RATIO}.bypass_mode": "True"},
+    "fully_async": {"rollout.nnodes": "1", "async_training.use_rollout_log_probs": "True"},
+}
+"""Values of the configuration files of other entries, by a part of their name."""
 _PACKED = none("sequences are packed by training.max_tokens_per_micro_batch")
 _ASLEEP = none("runtime.colocate puts away whoever is not at work")
 
@@ -70,6 +79,10 @@ RULES: dict[str, Rule] = {
     f"{_ACTOR}.megatron.expert_model_parallel_size": Rule("training.topology.ep"),
     f"{_ACTOR}.megatron.expert_tensor_parallel_size": Rule("training.topology.etp"),
     f"{_ACTOR}.megatron.seed": none("run.seed is of all random choices"),
+    f"{_ACTOR}.optim.betas": none("Megatron's optimizer has its own there; here training.optimizer.adam_beta1 and adam_beta2"),
+    f"{_RATIO}.rollout_rs": none("nearest: objective.off_policy of mode mask, or its veto"),
+    f"{_RATIO}.rollout_rs_threshold": none("nearest: objective.off_policy of mode mask, or its veto"),
+    f"{_RATIO}.rollout_is_batch_normalize": none("weights keep their mean"),
     f"{_ACTOR}.policy_loss.clip_cov_ratio": none("nearest: objective.policy_loss of kind clip_cov"),
     "critic.optim.lr": Rule("training.critic.optimizer.lr", real),
     "trainer.save_freq": Rule("run.save_interval", lambda text: max(0, plain(text))),
@@ -92,8 +105,10 @@ DEFAULTS: dict[str, Any] = {
     "data.samples_per_prompt": 1,
     "data.max_prompt_tokens": 512,
     "rollout.sampling.max_response_tokens": 512,
-    "training.optimizer.lr": 1e-3,
+    "training.optimizer.lr": 1e-6,
     "training.optimizer.weight_decay": 0.01,
+    "eval.interval": 0,
+    "run.save_interval": 0,
 }
 """Their values, where the script has none and ours are others."""
 PREFIXES = {
@@ -146,7 +161,13 @@ def translate(source: Path, *, given: Mapping[str, str], model: Path | None) -> 
     for word in list(t.words):
         rule = next((rule for start, rule in PREFIXES.items() if word.startswith(start)), None)
         reason = "not known here; `megatron-rl train --help all` lists what is" if rule is None else rule.note
-        t.left[f"{word}={t.words.pop(word)[0]}"] = reason
+        value = t.words.pop(word)[0]
+        if (found := UNKNOWN.search(word)) and "=" not in word and not value:
+            t.left[word] = (
+                f"may be several settings, from outside of the script; give {found[1] or 'NAME'}=VALUE after it, or an empty value"
+            )
+            continue
+        t.left[f"{word}={value}"] = reason
     return t
 
 
@@ -157,9 +178,12 @@ def _keys(source: Path, script: Script | None) -> dict[str, list[str]]:
 
         return {key: [format_value(value)] for key, value in by_path(read_yaml(source)).items()}
     for words in script.commands:
-        if any("verl." in word or "main_ppo" in word for word in words):
+        if (entry := next((word for word in words if _STARTS.fullmatch(word)), None)) is not None:
             pairs = [word.lstrip("+~").partition("=") for word in words if "=" in word and not word.startswith("-")]
-            return {key: [value] for key, _, value in pairs if "." in key}
+            defaults = {key: value for name, found in _ENTRIES.items() if name in entry for key, value in found.items()}
+            # Without "=" these may be several keys.
+            whole = {word: "" for word in words if UNKNOWN.search(word) and "=" not in word}
+            return {key: [value] for key, value in {**defaults, **{key: value for key, _, value in pairs if "." in key}, **whole}.items()}
     raise UserError(
         f"{source} starts no verl.trainer, needs a run script of verl; give the script that calls verl.trainer.main_ppo, or a YAML file"
     )
@@ -175,8 +199,13 @@ def _objective(t: Translation) -> None:
     if not t.flag("algorithm.norm_adv_by_std_in_grpo", True) and estimator == "grpo":
         t.settings["objective.advantage.scale"] = "none"
     mode, clip = t.take(f"{_ACTOR}.policy_loss.loss_mode", "vanilla"), t.number(f"{_ACTOR}.clip_ratio", 0.2)
-    low, high = t.number(f"{_ACTOR}.clip_ratio_low", clip), t.number(f"{_ACTOR}.clip_ratio_high", clip)
+    # Both have a value of their own there, and null alone stands for clip_ratio.
+    low, high = (t.number(name, clip if name in t.words else 0.2) for name in (f"{_ACTOR}.clip_ratio_low", f"{_ACTOR}.clip_ratio_high"))
+    if clip not in (0.2, low, high):
+        t.left[f"{_ACTOR}.clip_ratio={clip}"] = "clip_ratio_low and clip_ratio_high count there, which are 0.2 where not set"
     dual = t.number(f"{_ACTOR}.clip_ratio_c", 3.0)
+    if _correction(t) and mode != "vanilla":
+        t.left[f"{_ACTOR}.policy_loss.loss_mode={mode}"], mode = "bypass_mode puts the clipped loss in its place there", "vanilla"
     if mode in _LOSSES:
         t.settings["objective.policy_loss.kind"] = _LOSSES[mode]
         if mode in ("clip_cov", "geo_mean", "cispo"):
@@ -199,9 +228,23 @@ def _objective(t: Translation) -> None:
         t.take(f"algorithm.filter_groups.{name}")
     if estimator == "gae":
         lam, clip = float(t.number("algorithm.lam", 1.0)), float(t.number("critic.cliprange_value", 0.5))
-        t.settings |= {"objective.advantage.lam": lam, "objective.advantage.value_clip": clip}
+        t.settings |= {"objective.advantage.lam": lam, "objective.advantage.value_clip": clip, "training.critic.optimizer.lr": 1e-5}
     if estimator in ("gae", "reinforce_plus_plus"):
         t.settings["objective.advantage.gamma"] = float(t.number("algorithm.gamma", 1.0))
+
+
+def _correction(t: Translation) -> bool:
+    """Translate the correction of the rollout's mismatch; return True in bypass mode, where pi_old is the rollout's policy."""
+    kind, high = t.take(f"{_RATIO}.rollout_is", "null"), float(t.number(f"{_RATIO}.rollout_is_threshold", 2.0))
+    asynchronous = t.flag("async_training.use_rollout_log_probs") and not t.flag("async_training.compute_prox_log_prob")
+    bypass, loss = t.flag(f"{_RATIO}.bypass_mode"), t.take(f"{_RATIO}.loss_type")
+    if bypass and loss == "reinforce":
+        t.left[f"{_RATIO}.loss_type=reinforce"] = "nearest: objective.policy_loss of kind cispo, with high = rollout_is_threshold - 1"
+    if not (bypass or asynchronous) and kind in ("token", "sequence"):
+        t.settings |= {"objective.off_policy.mode": "truncate", "objective.off_policy.level": kind, "objective.off_policy.high": high}
+    if bypass or asynchronous:
+        t.settings["objective.proximal"] = "rollout"
+    return bypass
 
 
 def _kl(t: Translation, estimator: str) -> None:
@@ -231,35 +274,34 @@ def _data(t: Translation) -> None:
     train, held_out = (_paths(t.take(f"data.{name}_files")) for name in ("train", "val"))
     if train:
         t.settings["data.train"] = train[0] if len(train) == 1 else [{"path": path} for path in train]
+    if len(train) > 1:
+        t.differs["data.train_files"] = (
+            "rows of all files are one table there; here each file has an equal share, so set weight to its rows"
+        )
     t.settings["data.label_key"] = "reward_model.ground_truth"
     cut = t.take("data.truncation", "error")
     overlong = "drop" if t.flag("data.filter_overlong_prompts") else "truncate" if cut == "left" else "error"
     t.settings["data.overlong"] = overlong
     if cut not in ("left", "error"):
         t.left[f"data.truncation={cut}"] = "nearest: data.overlong: truncate keeps the last tokens"
-    size, mini = t.words.get("data.train_batch_size", ["1024"])[0], t.number(f"{_ACTOR}.ppo_mini_batch_size", 256)
     epochs = int(t.number(f"{_ACTOR}.ppo_epochs", 1))
-    steps = max(1, int(plain(size)) // int(mini)) if not size.startswith("⟨") else 1
+    steps = max(1, t.peek("data.train_batch_size", 1024) // int(t.number(f"{_ACTOR}.ppo_mini_batch_size", 256)))
     if steps > 1:
         t.settings["training.optimizer_steps_per_batch"] = steps
     _schedule(t, steps)
     if epochs > 1:
         t.left[f"{_ACTOR}.ppo_epochs={epochs}"] = "each sample is trained on once; nearest: more optimizer steps on a batch"
-    passes = t.take("trainer.total_epochs")
-    if passes is not None and "trainer.total_training_steps" not in t.words:
-        t.left[f"trainer.total_epochs={passes}"] = "set run.num_steps to rows x epochs / data.prompts_per_step"
+    if (passes := t.take("trainer.total_epochs")) is not None:
+        counted = t.peek("trainer.total_training_steps", 0)
+        reason = "run.num_steps is trainer.total_training_steps; there a run ends with its epochs, too"
+        t.left[f"trainer.total_epochs={passes}"] = reason if counted else "set run.num_steps to rows x epochs / data.prompts_per_step"
     start = f"{_ROLLOUT}.val_kwargs"
-    sampling: dict[str, Any] = {}
-    for name in ("temperature", "top_p"):
-        if (text := t.take(f"{start}.{name}")) is not None:
-            sampling[name] = real(text)
-    if (top_k := t.take(f"{start}.top_k")) is not None and plain(top_k) > 0:
-        sampling["top_k"] = plain(top_k)
-    if not t.flag(f"{start}.do_sample"):
-        sampling = {"temperature": 0.0}
+    t.take(f"{start}.do_sample")  # nothing reads it there
+    sampling = {name: float(t.number(f"{start}.{name}", value)) for name, value in (("temperature", 0.0), ("top_p", 1.0))}
+    sampling["top_k"] = max(0, int(t.number(f"{start}.top_k", -1)))
     samples = int(t.number(f"{start}.n", 1))
     for path in held_out:
-        name = "-".join(Path(path).parts[-2:]).removesuffix(Path(path).suffix).replace(".", "-")
+        name = "-".join(Path(path).parts[-2:]).removesuffix(Path(path).suffix).replace(".", "-").removeprefix("/-")
         t.settings[f"eval.sets.{name}"] = {"data": path, "samples": samples, "sampling": sampling}
     if (top_k := t.take(f"{_ROLLOUT}.top_k")) is not None and plain(top_k) > 0:
         t.settings["rollout.sampling.top_k"] = plain(top_k)
@@ -267,11 +309,11 @@ def _data(t: Translation) -> None:
 
 def _schedule(t: Translation, steps: int) -> None:
     """Translate numbers of rollouts there into numbers of optimizer steps here, `steps` of a rollout."""
-    total, start = t.words.get("trainer.total_training_steps", ["0"])[0], f"{_ACTOR}.optim.lr"
+    total, start = t.peek("trainer.total_training_steps", 0), f"{_ACTOR}.optim.lr"
     warmup, share = int(t.number(f"{start}_warmup_steps", -1)), t.number(f"{start}_warmup_steps_ratio", 0.0)
-    if share and warmup < 0 and not int(total if total.isdecimal() else 0):
+    if share and warmup < 0 and not total:
         t.left[f"{start}_warmup_steps_ratio={share}"] = "set training.schedule.warmup_steps to this share of all optimizer steps"
-    elif (warmup := int(share * int(total)) if warmup < 0 and share else warmup) > 0:
+    elif (warmup := int(share * total) if warmup < 0 and share else warmup) > 0:
         t.settings["training.schedule.warmup_steps"] = warmup * steps
     if (decay := plain(t.take(f"{start}_decay_steps") or "null")) is not None and decay > 0:
         t.settings["training.schedule.decay_steps"] = int(decay) * steps
@@ -294,24 +336,30 @@ def _processes(t: Translation) -> None:
     """Translate nodes and GPUs into ranks and engines, which share them but in an asynchronous run."""
     nodes, each = int(t.number("trainer.nnodes", 1)), int(t.number("trainer.n_gpus_per_node", 8))
     per_engine = int(t.number(f"{_ROLLOUT}.tensor_model_parallel_size", 2))
+    copies, experts = (int(t.number(f"{_ROLLOUT}.{name}_parallel_size", 1)) for name in ("data", "expert"))
+    if copies > 1 and experts > 1:
+        # One engine shares its experts, and its attention has several copies.
+        per_engine *= copies
+        t.settings |= {"rollout.sglang.dp_size": copies, "rollout.sglang.enable_dp_attention": True}
+    if experts > 1:
+        t.settings["rollout.sglang.ep_size"] = experts
     own_each = int(t.number("rollout.n_gpus_per_node", 8))
     own = int(t.number("rollout.nnodes", 0)) * own_each
     if per_engine > (per_node := own_each if own else each):
         t.settings["rollout.sglang.nnodes"] = -(-per_engine // per_node)
+    shared = own == nodes * own_each and each + own_each <= 8
     t.settings |= {
         "training.topology.num_ranks": nodes * each,
         "rollout.num_engines": max(1, (own or nodes * each) // per_engine),
         "rollout.sglang.tp_size": per_engine,
-        "runtime.cluster.num_nodes": nodes + -(-own // each),
-        "runtime.cluster.gpus_per_node": each,
+        "runtime.cluster.num_nodes": nodes if shared else nodes + -(-own // each),
+        "runtime.cluster.gpus_per_node": each + own_each if shared else each,
         "runtime.colocate": not own,
     }
     if own:
         t.settings["rollout.max_staleness"] = max(1, round(t.number("async_training.staleness_threshold", 1.0)))
     # Megatron's sequence parallelism follows tensor parallelism there.
-    t.settings["training.topology.sequence_parallel"] = (
-        int(plain(t.words.get(f"{_ACTOR}.megatron.tensor_model_parallel_size", ["1"])[0])) > 1
-    )
+    t.settings["training.topology.sequence_parallel"] = t.peek(f"{_ACTOR}.megatron.tensor_model_parallel_size", 1) > 1
     logger, project = t.take("trainer.logger", ""), t.take("trainer.project_name")
     if "wandb" in (logger or "") and project:
         t.settings["observe.wandb_project"] = project

@@ -36,6 +36,12 @@ CASES = {
     "single quotes in double": ("""A="it's"\nrun "$A" "['$A']" """, ["run", "it's", "['it's']"]),
     "redirection of an if": ('if [ -z "$A" ]; then\n  A=1\nelse\n  A=2\nfi\nrun $A', ["run", "1"]),
     "first of branches": ("if x; then A=$(n)\nelse A=0\nfi\nB=${B:-${A}}\nif y; then B=8; fi\nrun $B", ["run", "8"]),
+    "extended in an if": (
+        'A=(1)\nB=b\nif x; then\n  A+=(2)\n  A+=(3)\n  B="$B c"\nelse\n  A+=(4)\n  B="${B} d"\nfi\nrun ${A[@]} $B',
+        ["run", "1", "2", "3", "b", "c"],
+    ),
+    "extended in a case": ('A=1\ncase $X in\n a) A="$A 2" ;;\n b) A="$A 3" ;;\nesac\nrun $A', ["run", "1", "2"]),
+    "unknown within words": ('P=${Q:-$R}/m\nA="a=1 b=$P c=3"\nrun $A "$A"', ["run", "a=1", "b=⟨P⟩", "c=3", "a=1 b=⟨P⟩ c=3"]),
     "known wins over an if": ("A=1\nif x; then A=2; fi\nfor i in 1 2; do A=3; done\nrun $A", ["run", "1"]),
 }
 
@@ -44,6 +50,11 @@ CASES = {
 def test_a_command_has_the_words_that_bash_gives_it(tmp_path: Path, name: str) -> None:
     text, expected = CASES[name]
     assert next(found for found in words(tmp_path, text) if found[0] == "run") == expected
+
+
+def test_what_an_if_does_not_change_is_noted(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text("A=1\nif x; then\n  A=2\n  B=3\nelse\n  A=1\n  B=4\nfi\n")
+    assert Script(tmp_path / "run.sh", given={}).skipped == ["A=2"]
 
 
 def test_variables_of_the_caller_win(tmp_path: Path) -> None:

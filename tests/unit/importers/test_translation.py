@@ -128,7 +128,7 @@ def test_a_script_of_slime(script: Callable[..., Path], model: Path) -> None:
     t = translated(slime, script(SLIME), model, EXTRA="")
     sampling = {"top_p": 0.7}
     assert t.settings == {
-        "run.directory": "runs/mine", "run.num_steps": 300, "model.path": str(model), "data.train": "rows.jsonl",
+        "run.directory": "runs/mine", "run.save_interval": 0, "run.num_steps": 300, "model.path": str(model), "data.train": "rows.jsonl",
         "data.prompt_key": "prompt", "data.label_key": "label", "data.shuffle": True, "data.prompts_per_step": 32,
         "data.samples_per_prompt": 8, "rollout.sampling.max_response_tokens": 4096, "rollout.sampling.temperature": 1.0,
         "eval.interval": 20, "eval.sets.aime": {"data": "aime.jsonl", "samples": 16, "sampling": sampling},
@@ -161,11 +161,13 @@ def test_an_engine_larger_than_a_node_is_on_several(script: Callable[..., Path],
 
 def test_a_script_of_verl(script: Callable[..., Path], model: Path) -> None:
     t = translated(verl, script(VERL), model)
+    sampling = {"temperature": 0.8, "top_p": 1.0, "top_k": 0}
     assert t.settings == {
         "run.directory": "runs/run", "model.path": str(model), "data.train": [{"path": "a.parquet"}, {"path": "b.parquet"}],
         "data.label_key": "reward_model.ground_truth", "data.prompts_per_step": 512, "data.samples_per_prompt": 16,
         "data.max_prompt_tokens": 2048, "data.overlong": "truncate", "rollout.sampling.max_response_tokens": 4096,
-        "eval.interval": 5, "eval.sets.held-test": {"data": "held/test.parquet", "samples": 4, "sampling": {"temperature": 0.8}},
+        "eval.interval": 5, "eval.sets.held-test": {"data": "held/test.parquet", "samples": 4, "sampling": sampling},
+        "run.save_interval": 0,
         "objective.aggregation": "token_mean", "objective.policy_loss.low": 0.2, "objective.policy_loss.high": 0.28,
         "objective.policy_loss.dual_clip": 3.0, "training.optimizer.lr": 1e-6, "training.optimizer_steps_per_batch": 4,
         "training.optimizer.weight_decay": 0.01,
