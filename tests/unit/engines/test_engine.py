@@ -232,7 +232,7 @@ def test_a_server_is_still_when_who_has_to_work_does_not(
         )
 
     engine = make_engine()
-    monkeypatch.setattr(module, "psutil", SimpleNamespace(Process=process, STATUS_STOPPED=psutil.STATUS_STOPPED))
+    monkeypatch.setattr(module, "psutil", SimpleNamespace(**{**vars(psutil), "Process": process}))
     monkeypatch.setattr(module, "_group_members", lambda group: sorted(names))
     monkeypatch.setattr(module, "time", SimpleNamespace(sleep=lambda seconds: passed.__setitem__(0, seconds == 10.0)))
     monkeypatch.setattr(Engine, "pid", 1)
