@@ -7,6 +7,7 @@ import asyncio
 import base64
 import contextlib
 import itertools
+import math
 import time
 import uuid
 from collections import Counter
@@ -67,6 +68,7 @@ class EngineClient:
         self.is_paused = False
         """True from a pause on, until generation goes on."""
         self.pending, self.num_ended = Counter[bool](), 0
+        self.stepped_s = -math.inf  # on the loop's clock, when its scheduler was last seen to have made a step
         """Control calls in progress, by whether they are `joint` with others, such as ranks, and how many have ended."""
         self.holds: str | None = None  # weights to which the engine takes deltas, see `received_weights.follow`
         self._request_timeout_s, self._control_timeout_s = request_timeout_s, control_timeout_s

@@ -15,7 +15,7 @@ from megatron_rl.engines.client import EngineClient
 from megatron_rl.engines.engine import EngineAddress
 from megatron_rl.errors import DeadlineError, EngineError
 from megatron_rl.observe.spans import Spans
-from megatron_rl.system.deadlines import DEATH_S, LEAVE_S
+from megatron_rl.system.deadlines import DEATH_S, LEAVE_S, SILENT_S
 
 AFFINITY_WAIT_S = 1.0  # wait for a slot on the preferred engine: about the time to compute a prefix of 10,000 tokens
 ABORT_INTERVAL_S = 0.05  # between aborts of requests that may still have been on their way to the engine
@@ -160,13 +160,14 @@ class EnginePool:
     def retire(self, client: EngineClient, error: Exception) -> None:
         """Give a member no more work because of `error`, raised where no other engine is usable.
 
-        A late answer ends no engine: one that works may be slow, and who watches engines ends one that hangs.
+        A late answer does not end one that makes steps: it is slow.
         """
         if client not in self.membership.members:
             return
         self._retired.add(client)
         self._failure = error
-        if not isinstance(error, DeadlineError) and self.end_failed(client, error):
+        is_slow = isinstance(error, DeadlineError) and asyncio.get_running_loop().time() - client.stepped_s < SILENT_S
+        if not is_slow and self.end_failed(client, error):
             # A death is known later than its consequences.
             self._num_returning += 1
             asyncio.get_running_loop().call_later(LEAVE_S, self._end_return)

@@ -10,11 +10,10 @@ from megatron_rl.engines.client import EngineClient
 from megatron_rl.engines.engine_pool import EnginePool
 from megatron_rl.observe.live_state import EngineState
 from megatron_rl.observe.metrics import Max, Mean, Metric, Min, Sum
+from megatron_rl.system.deadlines import SILENT_S
 
 POLL_S = 1.0
 """Time between two looks. A look reads shared memory of the server and costs an HTTP call of 1 ms, never a turn of its scheduler."""
-SILENT_S = 30.0
-"""Time without a step or an answer of an engine that has requests or calls of a sync, until its processes are looked at."""
 LOW_USE, SOFT_USE, HARD_USE = 0.6, 0.8, 0.9  # shares of the key-value pool held by running requests
 SOFT_CUT, HARD_CUT = 0.9, 0.7
 
@@ -114,6 +113,8 @@ class EngineWatch:
         now_s, report = asyncio.get_running_loop().time(), None if load is None else load.told_at
         seen, ended, since_s = self._seen.get(client, (None, client.num_ended, now_s))
         is_asked = client.pending.total() or (self._pool.running(client) and not client.is_paused)
+        if report is not None and report != seen:
+            client.stepped_s = now_s
         if (report is not None and report != seen) or client.num_ended != ended or not is_asked:
             self._seen[client] = report, client.num_ended, now_s
         elif now_s - since_s > SILENT_S:

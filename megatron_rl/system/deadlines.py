@@ -80,6 +80,8 @@ STACK_S = 5.0
 # connection, but the process is checked twice a second, and found dead only then.
 CAUSE_S = 5.0
 """Time for a watched actor to report death, with exit status and log."""
+SILENT_S = 30.0
+"""Without a step or an answer of an engine that has requests or calls of a sync, until its processes are looked at."""
 DEATH_S = 5.0
 """Time for an engine to leave the pool."""
 LEAVE_S = 60.0

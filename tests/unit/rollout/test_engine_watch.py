@@ -143,7 +143,7 @@ class Client:
     def __init__(self, *loads: EngineLoad | None) -> None:
         self.address = EngineAddress("url", "key", vocab_size=2, context_length=64, max_total_tokens=POOL_TOKENS, has_tokenizer=False)
         self.served: Counter[str] = Counter()
-        self.is_paused, self.pending, self.num_ended = False, Counter[bool](), 0
+        self.is_paused, self.pending, self.num_ended, self.stepped_s = False, Counter[bool](), 0, 0.0
         self._loads = iter(loads)
         self.asked = asyncio.Event()
 
@@ -320,6 +320,20 @@ def test_an_engine_with_requests_and_no_steps_is_looked_at(
     run(test, client)
     # The first look has nothing to compare a report with.
     assert found[-len(looked_at) :] == looked_at if looked_at else found == []
+
+
+def test_the_time_of_a_step_is_that_of_a_new_report() -> None:
+    client = Client(*[EngineLoad(0.5, 0, told_at=told) for told in (1.0, 2.0, 2.0)], None)
+
+    async def test(pool: EnginePool, watch: EngineWatch) -> None:
+        found = []
+        for _ in range(4):
+            await watch.look()
+            found.append(client.stepped_s)
+            await asyncio.sleep(0.01)
+        assert found[0] < found[1] == found[2] == found[3]
+
+    run(test, client)
 
 
 def test_an_engine_is_not_looked_at_too_soon() -> None:
