@@ -74,7 +74,8 @@ def train_shares(
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("model", "names"), [pytest.param(*group, id=name, marks=pytest.mark.slow if "4" in name else ()) for name, group in GROUPS.items()]
+    ("model", "names"),
+    [pytest.param(*group, id=name, marks=() if name == "experts, 2 ranks" else pytest.mark.slow) for name, group in GROUPS.items()],
 )
 def test_ranks_without_a_share_join(
     model: str, names: tuple[str, ...], run_ranks: Callable[..., list[Any]], tiny_model: Callable[..., Path], tmp_path: Path
