@@ -78,7 +78,7 @@ def test_the_order_of_a_run(
 @pytest.mark.parametrize(
     ("error", "status", "saved"),
     [
-        (EngineError("gone\nlog"), "failed: EngineError: gone", False),
+        (EngineError("gone\nlog"), "failed: EngineError: gone", True),
         (SystemExit(130), "interrupted: SIGINT", True),
         (SystemExit(129), "interrupted: SIGHUP", True),
     ],
