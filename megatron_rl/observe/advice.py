@@ -19,9 +19,11 @@ Rows = Mapping[int, Mapping[str, float]]
 NEWEST, FEWEST_ROWS, FEWEST_OF_A_TREND = 5, 3, 12
 """Rows of a share, rows without which nothing is said, and those of a comparison of the run's ends."""
 ABORTED, ZERO_VARIANCE, TRUNCATED, KV_USE, SLOW_ENGINE, REWARD_SHARE = 0.05, 0.5, 0.25, 0.9, 2.0, 0.5
-BARREN, LABELS_FOUND, LOST, NOISES, EFFECTIVE = 0.9, 0.1, 0.25, 3.0, 0.5
+BARREN, LABELS_FOUND, LOST, NOISES, EFFECTIVE, ONE_ANSWER = 0.9, 0.1, 0.25, 3.0, 0.5, 0.02
 ENTROPY_LEFT, ENTROPY_LEFT_ALIKE, PARITY_GROWTH, LENGTH_GROWTH, WAIT_SHARE, STALE = 0.15, 0.4, 3.0, 2.0, 0.8, 0.1
-"""Bounds: shares of 1, or the newest rows over the first ones."""
+"""Bounds: shares of 1, or the newest rows over the first ones; ONE_ANSWER in nats a token, of a policy that hardly draws."""
+LONG_S = 60.0
+"""A wait for samples that speaks from the first row on."""
 
 
 def advise(rows: Rows, *, waits: Sequence[WaitState] = (), one_reward: OneReward = "teaches nothing") -> tuple[str, ...]:
@@ -129,6 +131,11 @@ def _no_signal(rows: Rows, one_reward: OneReward) -> Iterator[str]:
     now, first = _newest(rows, "rollout/reward"), _values(rows, "rollout/reward")[:1]
     if first and now < first[0] and _values(rows, "rollout/zero_variance_fraction")[0] <= ZERO_VARIANCE:
         return  # the prompts were right, and training has spoilt the answers
+    if (entropy := min([*_values(rows, "train/entropy")[:1], _newest(rows, "train/entropy")])) < ONE_ANSWER:
+        fix = "raise rollout.sampling.temperature, or start from a policy that is less sure"
+        what = f"{share:.0%} of groups have one reward and teach nothing"
+        yield f"{what}: answers to a prompt are the same, at {entropy:.2g} nats a token; {fix}"
+        return
     above = 0.0 if common is None else float(common) - now
     kind = "harder" if above > 0 else "easier" if above < 0 else "other"
     fix = "" if one_reward == "is replaced" else ", or objective.zero_variance: resample"
@@ -139,13 +146,26 @@ def _why_barren(rows: Rows) -> str:
     """Return the likeliest cause of no reward for nearly all answers, with its setting."""
     cut, found = _newest(rows, "rollout/truncated_fraction"), _newest(rows, "rollout/label_found_fraction")
     if cut > TRUNCATED:
-        fix = "mend data.prompt_key or the chat template where prompts lack their end, or raise rollout.sampling.max_response_tokens"
-        return f"{cut:.0%} of responses do not end; {fix}"
+        prompts, budget = (
+            "mend data.prompt_key or the chat template where prompts lack their end",
+            "raise rollout.sampling.max_response_tokens",
+        )
+        if _held_out(rows, "truncated") > TRUNCATED:
+            return f"{cut:.0%} of responses do not end, nor do held-out ones; {budget}, or {prompts}"
+        return f"{cut:.0%} of responses do not end; {prompts}, or {budget}"
     if found > LABELS_FOUND:
         return f"{found:.0%} of answers have their label in them; mend reward.function where `megatron-rl samples` shows right ones"
     if math.isnan(found):
         return "no prompt has a label; set data.label_key, or mend reward.function where it needs none"
+    if (earned := _held_out(rows, "reward")) > _newest(rows, "rollout/reward") + LABELS_FOUND:
+        return f"held-out answers earn {earned:.2f}; mend the labels of data.train, which `megatron-rl samples` shows beside answers"
     return "look at `megatron-rl samples`; mend data.prompt_key, the chat template or data.label_key, or take easier prompts"
+
+
+def _held_out(rows: Rows, name: str) -> float:
+    """Return the largest value of a metric of evaluations of the trained policy, NaN without."""
+    found = [value for row in rows.values() for key, value in row.items() if re.fullmatch(rf"eval/[^/]+/{name}", key)]
+    return max(filter(math.isfinite, found), default=math.nan)
 
 
 def _one_reward(rows: Rows) -> dict[str, float]:
@@ -189,8 +209,10 @@ def _tuning(rows: Rows) -> Iterator[str]:
     if slow > SLOW_ENGINE * fast > 0:
         fix = "look at its node, or lower rollout.num_engines"
         yield f"one engine takes {slow / fast:.1f} times as long for a token as the fastest: {fix}"
-    wait, train = _newest(rows, "time/rollout_wait"), _newest(rows, "time/train")
-    if (share := _newest(rows, "rollout/reward_wait_fraction")) > REWARD_SHARE and wait > train:
+    waits, train = _values(rows, "time/rollout_wait"), _newest(rows, "time/train")
+    fewest = 1 if waits and min(waits) > LONG_S else FEWEST_ROWS
+    wait = _newest(rows, "time/rollout_wait", fewest=fewest)
+    if (share := _newest(rows, "rollout/reward_wait_fraction", fewest=fewest)) > REWARD_SHARE and not wait <= train:
         yield f"groups spend {share:.0%} of their time with rewards: a faster reward.function, or more CPUs for its workers"
     if _newest(rows, "rollout/staleness") > 0 and wait > WAIT_SHARE * (wait + train):
         fix = "more GPUs for rollout.num_engines, fewer ranks"
@@ -211,10 +233,10 @@ def _total(rows: Rows, name: str) -> float:
     return sum(row[name] for row in _tail(rows) if math.isfinite(row.get(name, math.nan)))
 
 
-def _newest(rows: Rows, name: str) -> float:
-    """Return the median over the newest rows, NaN with fewer than FEWEST_ROWS."""
+def _newest(rows: Rows, name: str, *, fewest: int = FEWEST_ROWS) -> float:
+    """Return the median over the newest rows, NaN with fewer than `fewest`."""
     values = _values(rows, name)[-NEWEST:]
-    return statistics.median(values) if len(values) >= FEWEST_ROWS else math.nan
+    return statistics.median(values) if len(values) >= fewest else math.nan
 
 
 def _ends(rows: Rows, name: str) -> tuple[float, float]:

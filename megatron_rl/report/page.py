@@ -288,7 +288,7 @@ def solved_by_source(answers: Sequence[Answer], sources: Mapping[str, str]) -> l
 
 
 def metric_rows(steps: Steps) -> list[Row]:
-    """Return one row per metric with the first and the last value."""
+    """Return one row per metric with the first and the last value, those beyond what is healthy first."""
     rows: list[Row] = []
     for name in sorted({name for metrics in steps.values() for name in metrics}):
         values = [metrics[name] for metrics in steps.values() if name in metrics]
@@ -296,7 +296,7 @@ def metric_rows(steps: Steps) -> list[Row]:
         described = (info.unit, info.meaning, info.healthy) if info is not None else ("", "not in the table of metrics", "")
         mark = " \N{WARNING SIGN}" if is_beyond_healthy(name, values[-1]) else ""
         rows.append((name, _shown(values[0]), f"{_shown(values[-1])}{mark}", *described))
-    return rows
+    return sorted(rows, key=lambda row: "\N{WARNING SIGN}" not in row[2])
 
 
 def _shown(value: float) -> str:

@@ -67,6 +67,34 @@ WRONG: dict[str, tuple[Rows, str]] = {
         changed(**{"rollout__reward": 0.5, "rollout__zero_variance_fraction": 1.0, "rollout__zero_variance_fraction/0.5": 1.0}),
         "100% of groups have one reward.* other prompts, or objective.zero_variance",
     ),
+    "one answer": (
+        changed(
+            **{
+                "rollout__zero_variance_fraction": 0.94,
+                "rollout__zero_variance_fraction/0.0": 0.54,
+                "rollout__zero_variance_fraction/1.0": 0.4,
+                "train__entropy": lambda step, _: 0.0086 * step,
+            }
+        ),
+        "94% of groups have one reward.*the same, at 0.0086 nats a token; raise rollout.sampling.temperature",
+    ),
+    "wrong labels": (
+        {step: row | {"eval/a/reward": 0.6, "eval/b/reward": 0.4} for step, row in BARREN.items()},
+        "held-out answers earn 0.60; mend the labels of data.train",
+    ),
+    "held-out no better": ({step: row | {"eval/a/reward": -0.95} for step, row in BARREN.items()}, "or take easier prompts"),
+    "budget": (
+        {step: row | {"rollout/truncated_fraction": 0.99, "eval/a/truncated": 1.0} for step, row in BARREN.items()},
+        "99% of responses do not end, nor do held-out ones; raise rollout.sampling.max_response_tokens, or mend data.prompt_key",
+    ),
+    "prompts": (
+        {step: row | {"rollout/truncated_fraction": 0.99, "eval/a/truncated": 0.0} for step, row in BARREN.items()},
+        "99% of responses do not end; mend data.prompt_key",
+    ),
+    "slow rewards from the first row on": (
+        {1: RUNS["synchronous"][1] | {"rollout/reward_wait_fraction": 0.85, "time/rollout_wait": 177.0}},
+        "85% of their time with rewards",
+    ),
     "no reward": (BARREN, "look at `megatron-rl samples`; mend data.prompt_key, the chat template or data.label_key, or take easier"),
     "too hard": (
         changed(**{"rollout__zero_variance_fraction": 0.6, "rollout__zero_variance_fraction/0.0": 0.5}),
