@@ -131,7 +131,7 @@ _TABLE: tuple[tuple[str, type[Metric], str, str, str], ...] = (
     ("rollout/environment_token_fraction", Mean, "fraction", "Response tokens of environment and template; not trained on", "steady"),
     ("rollout/num_tokens", Sum, "tokens", "Response tokens generated", "num_samples x response_length"),
     ("rollout/tokens_per_second", Mean, "tokens/s", "Response tokens per second of time/rollout", "steady; falls with longer responses"),
-    ("rollout/reward_wait_fraction", Mean, "fraction", "Rewards' share of the time to make groups", "near 0; else faster rewards, or CPUs"),
+    ("rollout/reward_wait_fraction", Mean, "fraction", "Rewards' share of the time to make groups", "< 0.5; else faster rewards, or CPUs"),
     ("rollout/failures", Sum, "trajectories", "Trajectories that the rollout failed to make; left out", "0; see logs/rollout.log"),
     (
         "rollout/failures/*",

@@ -218,15 +218,14 @@ def _seconds(seconds: Mapping[int, Mapping[str, float]]) -> Any:
     rows = _rows({step: {part: row.get(part, 0.0) for part in known} for step, row in seconds.items()}, known)
     if not rows:
         return None
-    return (
-        alt.Chart(alt.Data(values=rows), title="Seconds of a step, as the run waits for them", width=700, height=200)
-        .mark_area(line=True, opacity=0.75)
-        .encode(
-            x=alt.X("s:Q", title="step", axis=alt.Axis(tickMinStep=1)),
-            y=alt.Y("v:Q", title="s", stack=True),
-            color=alt.Color("c:N", title=None, scale=alt.Scale(domain=list(known), range=_COLORS), legend=alt.Legend(orient="bottom")),
-            tooltip=["s:Q", "c:N", alt.Tooltip("v:Q", format=".3g")],
-        )
+    chart = alt.Chart(alt.Data(values=rows), title="Seconds of a step, as the run waits for them", width=700, height=200)
+    # An area of a single step has no width.
+    drawn = chart.mark_area(line=True, opacity=0.75) if len(seconds) > 1 else chart.mark_bar(size=40, opacity=0.75)
+    return drawn.encode(
+        x=alt.X("s:Q", title="step", axis=alt.Axis(tickMinStep=1)),
+        y=alt.Y("v:Q", title="s", stack=True),
+        color=alt.Color("c:N", title=None, scale=alt.Scale(domain=list(known), range=_COLORS), legend=alt.Legend(orient="bottom")),
+        tooltip=["s:Q", "c:N", alt.Tooltip("v:Q", format=".3g")],
     )
 
 

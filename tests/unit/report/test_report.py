@@ -224,8 +224,11 @@ def test_spans_part_the_seconds_of_a_step() -> None:
         "weight sync": 0.5,
         "save": 0.25,
     }
-    drawn = {row["c"] for row in charts._seconds(parts).to_dict()["data"]["values"]}
+    spec = charts._seconds(parts).to_dict()
+    drawn = {row["c"] for row in spec["data"]["values"]}
     assert drawn == set(parts[2]) - {"swap", "evaluation"} and 0 not in parts
+    # An area of one step would have no width.
+    assert spec["mark"]["type"] == "area" and charts._seconds({2: parts[2]}).to_dict()["mark"]["type"] == "bar"
 
 
 @pytest.mark.parametrize("numbers", [[360.0] * 4, [0.0] * 3, [0.24999996, 0.25000001], [20000.0, 20010.0, 20060.0], [-1.5, 1.5]])
