@@ -50,6 +50,7 @@ class Engine:
         url = f"http://engine-{version}"
         self.address = EngineAddress(url, "key", vocab_size=100, context_length=64, max_total_tokens=64, has_tokenizer=False)
         self.version, self.delay_s, self.fail_at, self.error = version, delay_s, fail_at, error
+        self.stepped_s = 0.0
         self.free = asyncio.Event()
         self.free.set()
         self.calls = self.running = self.most_running = self.aborted = 0

@@ -70,7 +70,7 @@ class Client:
         self.timeouts = request_timeout_s, control_timeout_s
         self.generate = Client.engine.generate
         self.served: Counter[str] = Counter()
-        self.is_paused, self.pending, self.num_ended = False, Counter[bool](), 0
+        self.is_paused, self.pending, self.num_ended, self.stepped_s = False, Counter[bool](), 0, 0.0
 
     async def __aenter__(self) -> "Client":
         return self

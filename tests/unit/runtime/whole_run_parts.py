@@ -89,7 +89,7 @@ class Client:
     def __init__(self, address: EngineAddress, **_: object) -> None:
         self.address = address
         self.served: Counter[str] = Counter()
-        self.is_paused, self.pending, self.num_ended = False, Counter[bool](), 0
+        self.is_paused, self.pending, self.num_ended, self.stepped_s = False, Counter[bool](), 0, 0.0
         Client.weights = "made up"
 
     async def __aenter__(self) -> "Client":
