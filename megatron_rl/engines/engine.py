@@ -176,7 +176,7 @@ class Engine:
         time.sleep(LOOK_S)
         is_stopped = [not waits or each.status() == psutil.STATUS_STOPPED for each in looked_at]
         busy_s = [_worked_s(each) - before for each, before in zip(looked_at, before_s, strict=True)]
-        return any(stopped and busy < IDLE_SHARE * LOOK_S for stopped, busy in zip(is_stopped, busy_s, strict=True))
+        return any(stopped and 0 <= busy < IDLE_SHARE * LOOK_S for stopped, busy in zip(is_stopped, busy_s, strict=True))
 
     def _log_tail(self) -> str:
         lines = self._log_path.read_text(errors="replace").splitlines() if self._log_path.exists() else []

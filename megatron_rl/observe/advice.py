@@ -131,7 +131,7 @@ def _no_signal(rows: Rows, one_reward: OneReward) -> Iterator[str]:
     now, first = _newest(rows, "rollout/reward"), _values(rows, "rollout/reward")[:1]
     if first and now < first[0] and _values(rows, "rollout/zero_variance_fraction")[0] <= ZERO_VARIANCE:
         return  # the prompts were right, and training has spoilt the answers
-    if (entropy := min([*_values(rows, "train/entropy")[:1], _newest(rows, "train/entropy")])) < ONE_ANSWER:
+    if (entropy := statistics.median(_values(rows, "train/entropy") or [math.nan])) < ONE_ANSWER:
         fix = "raise rollout.sampling.temperature, or start from a policy that is less sure"
         what = f"{share:.0%} of groups have one reward and teach nothing"
         yield f"{what}: answers to a prompt are the same, at {entropy:.2g} nats a token; {fix}"
@@ -163,9 +163,9 @@ def _why_barren(rows: Rows) -> str:
 
 
 def _held_out(rows: Rows, name: str) -> float:
-    """Return the largest value of a metric of evaluations of the trained policy, NaN without."""
-    found = [value for row in rows.values() for key, value in row.items() if re.fullmatch(rf"eval/[^/]+/{name}", key)]
-    return max(filter(math.isfinite, found), default=math.nan)
+    """Return the largest value of a metric of the newest evaluation of the trained policy, NaN without."""
+    found = ([value for key, value in row.items() if re.fullmatch(rf"eval/[^/]+/{name}", key)] for row in reversed(rows.values()))
+    return max(filter(math.isfinite, next(filter(None, found), [])), default=math.nan)
 
 
 def _one_reward(rows: Rows) -> dict[str, float]:
@@ -212,7 +212,7 @@ def _tuning(rows: Rows) -> Iterator[str]:
     waits, train = _values(rows, "time/rollout_wait"), _newest(rows, "time/train")
     fewest = 1 if waits and min(waits) > LONG_S else FEWEST_ROWS
     wait = _newest(rows, "time/rollout_wait", fewest=fewest)
-    if (share := _newest(rows, "rollout/reward_wait_fraction", fewest=fewest)) > REWARD_SHARE and not wait <= train:
+    if (share := _newest(rows, "rollout/reward_wait_fraction", fewest=fewest)) > REWARD_SHARE and wait > 0 and not wait <= train:
         yield f"groups spend {share:.0%} of their time with rewards: a faster reward.function, or more CPUs for its workers"
     if _newest(rows, "rollout/staleness") > 0 and wait > WAIT_SHARE * (wait + train):
         fix = "more GPUs for rollout.num_engines, fewer ranks"

@@ -202,6 +202,8 @@ def test_an_engine_sets_up_nccl_as_ranks_do(tmp_path: Path, monkeypatch: pytest.
         (True, False, (), {1: 0.0, 2: 0.0, 3: 0.0, 4: 9.0}, False),
         (True, False, (), {1: 0.0, 2: 0.0, 3: 0.0, 4: 0.05}, True),
         (False, False, (), {1: 0.0, 2: 0.0, 3: 0.0, 4: 9.0}, True),
+        # One has ended that nobody reaps.
+        (True, False, (), {1: 0.0, 2: 0.0, 3: 0.0, 4: -9.0}, False),
         # One that waits for the ranks does no work, either.
         (True, True, (), {1: 9.0, 2: 0.0, 3: 9.0}, False),
         (True, True, (2,), {1: 9.0, 2: 0.0, 3: 9.0}, True),

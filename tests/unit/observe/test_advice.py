@@ -73,14 +73,18 @@ WRONG: dict[str, tuple[Rows, str]] = {
                 "rollout__zero_variance_fraction": 0.94,
                 "rollout__zero_variance_fraction/0.0": 0.54,
                 "rollout__zero_variance_fraction/1.0": 0.4,
-                "train__entropy": lambda step, _: 0.0086 * step,
+                "train__entropy": lambda step, _: 0.001 * step,
             }
         ),
-        "94% of groups have one reward.*the same, at 0.0086 nats a token; raise rollout.sampling.temperature",
+        "94% of groups have one reward.*the same, at 0.0065 nats a token; raise rollout.sampling.temperature",
     ),
     "wrong labels": (
         {step: row | {"eval/a/reward": 0.6, "eval/b/reward": 0.4} for step, row in BARREN.items()},
         "held-out answers earn 0.60; mend the labels of data.train",
+    ),
+    "labels after a collapse": (
+        {step: row | {"eval/a/reward": 0.6 if step < 6 else -1.0} for step, row in BARREN.items()},
+        "or take easier prompts",
     ),
     "held-out no better": ({step: row | {"eval/a/reward": -0.95} for step, row in BARREN.items()}, "or take easier prompts"),
     "budget": (
@@ -180,6 +184,7 @@ def test_few_rows_and_missing_numbers_say_nothing() -> None:
     rows = changed(rollout__truncated_fraction=0.9)
     assert advise({step: row for step, row in rows.items() if step < FEWEST_ROWS}) == () and advise({}) == ()
     assert advise(changed(rollout__truncated_fraction=math.nan, engine__restarts=math.nan)) == ()
+    assert advise(changed(rollout__reward_wait_fraction=0.9, time__rollout_wait=math.nan)) == ()
     assert NEWEST > FEWEST_ROWS - 1
 
 
