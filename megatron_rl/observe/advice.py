@@ -164,7 +164,7 @@ def _why_barren(rows: Rows) -> str:
 
 def _held_out(rows: Rows, name: str) -> float:
     """Return the largest value of a metric of the newest evaluation of the trained policy, NaN without."""
-    found = ([value for key, value in row.items() if re.fullmatch(rf"eval/[^/]+/{name}", key)] for row in reversed(rows.values()))
+    found = ([value for key, value in row.items() if re.fullmatch(rf"eval/[^/]+/{name}", key)] for row in reversed(list(rows.values())))
     return max(filter(math.isfinite, next(filter(None, found), [])), default=math.nan)
 
 
