@@ -123,6 +123,7 @@ def test_two_sets_beside_training_change_none_of_its_metrics(task: Path, tmp_pat
     assert_replays(directory, tmp_path / "again", start, same=("train/", "rollout/"))
 
 
+@pytest.mark.slow
 def test_ranks_and_engines_take_turns_on_shared_devices(task: Path, tmp_path: Path, start: Callable[..., Any]) -> None:
     directory = tmp_path / "run"
     run = start(

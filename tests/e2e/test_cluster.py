@@ -330,6 +330,7 @@ def _servers(directory: Path) -> list[psutil.Process]:
     return [found[name] for name in names]
 
 
+@pytest.mark.slow
 def test_agents_play_on_two_nodes(tmp_path: Path, cluster: Callable[..., str]) -> None:
     """Each by the URL that its node sees; a cancelled one ends, a killed actor costs an attempt and comes back, a lost node does not."""
     (script := tmp_path / "agents.py").write_text(AGENTS)

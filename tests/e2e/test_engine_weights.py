@@ -264,8 +264,9 @@ def talking(address: EngineAddress) -> Iterator[tuple[asyncio.Runner, EngineClie
 
 
 # In the gate every run compares the log-probs of qwen3, and here those of a family whose layers have other norms and tensors.
+@pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("family", [pytest.param(family, marks=() if family == "glm4" else pytest.mark.slow) for family in GENERATING])
+@pytest.mark.parametrize("family", GENERATING)
 def test_log_probs_agree_after_a_sync(tiny_model: Callable[..., Path], tmp_path: Path, family: str) -> None:
     """And no weight stays that the engine had made up."""
     # SGLang leaves a head of Gemma-3 out, whose published checkpoints have none.

@@ -15,6 +15,7 @@ import pytest
 from small_run import beyond_loopback, chat_arguments, listeners, metrics
 
 
+@pytest.mark.slow
 def test_a_check_names_the_renderer(chat_task: Path, tmp_path: Path, start: Callable[..., Any]) -> None:
     checked = start(*chat_arguments(chat_task, tmp_path / "run"), "--check")
     assert checked.wait() == 0, checked.output

@@ -203,8 +203,8 @@ def whole(task: Path, tmp_path_factory: pytest.TempPathFactory, finish: Callable
 @pytest.mark.parametrize(
     ("seed", "overrides", "num_ends"),
     [
-        # The driver's and a rank's.
-        pytest.param(0, (), 2, id="gate"),
+        # The driver's and a rank's, in a run whose ranks and engine take turns on the same devices.
+        pytest.param(0, ("runtime.colocate=true",), 2, id="gate"),
         # An end in each phase, always, and each kind of end; 20 in all.
         *(pytest.param(seed, (), 4, id=f"seed {seed}", marks=pytest.mark.slow) for seed in range(1, 4)),
         pytest.param(4, ("rollout.num_engines=2",), 4, id="2 engines", marks=pytest.mark.slow),

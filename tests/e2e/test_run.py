@@ -19,7 +19,7 @@ NO_RESTARTS = ("rollout.engine_restarts=0", "runtime.restarts=0")
 ONE_RANK = "training.topology.num_ranks=1"
 
 
-def test_supervised_start_then_rl(task: Path, tmp_path: Path, start: Callable[..., Any]) -> None:
+def test_supervised_start_then_rl_until_a_signal(task: Path, tmp_path: Path, start: Callable[..., Any]) -> None:
     sft, rl = tmp_path / "sft", tmp_path / "rl"
     warm = start(
         "train", "examples/arithmetic/sft.yaml", f"run.directory={sft}", f"model.path={task}/model", f"data.train={task}/supervised.jsonl",
@@ -37,16 +37,11 @@ def test_supervised_start_then_rl(task: Path, tmp_path: Path, start: Callable[..
     ]
     assert differ == [True, False]
 
-    overrides = (f"model.path={sft}/huggingface", "run.save_interval=2")
-    first = start(*rl_arguments(task, rl, "run.num_steps=2", *overrides))
-    assert first.wait() == 0, first.output
-    assert first.survivors() == []
-    summary = json.loads((rl / "summary.json").read_text())
-    assert (summary["status"], summary["steps"]) == ("finished", 2)
+    # The run would go on, and is ended.
+    run = start(*rl_arguments(task, rl, "run.num_steps=1000", f"model.path={sft}/huggingface", "run.save_interval=2"))
+    summary = assert_ends_in_order(run, rl, number=signal.SIGTERM, status=75)
     assert 0 <= summary["evaluation_before"]["greedy/accuracy"] <= 1
     assert summary["peak_memory_bytes"] > 2**29
-    assert AutoModelForCausalLM.from_pretrained(summary["checkpoint"]).num_parameters() > 0
-    assert (rl / "curves.png").stat().st_size > 10_000
     steps = metrics(rl)
     assert steps[0]["weights/parity_mean"] <= 1e-4
     assert [steps[step]["weights/version"] for step in (0, 1, 2)] == [0, 1, 2]
@@ -60,7 +55,8 @@ def steps_of(directory: Path) -> list[int]:
     return [json.loads(line)["step"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("change", ["noise", *(pytest.param(name, marks=pytest.mark.slow) for name in ("zero", "reversed", "random"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("change", ["noise", "zero", "reversed", "random"])
 def test_no_step_is_made_on_samples_that_were_changed(task: Path, tmp_path: Path, start: Callable[..., Any], change: str) -> None:
     directory = tmp_path / "run"
     changed = ("rollout.function=tests.e2e.changed_samples:rollout", f"rollout.args.change={change}")
@@ -77,16 +73,21 @@ def test_no_step_is_made_on_samples_that_were_changed(task: Path, tmp_path: Path
     assert sorted(path.name for path in (directory / "checkpoints").iterdir()) == ["step-000001"]
 
 
-@pytest.mark.parametrize(("number", "status"), [pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow), (signal.SIGTERM, 75)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
 def test_a_signal_leaves_a_checkpoint_and_no_process(
     task: Path, tmp_path: Path, start: Callable[..., Any], number: signal.Signals, status: int
 ) -> None:
-    """SIGINT to the foreground process group, as a terminal sends it; SIGTERM to every process, as Slurm does it.
+    """Without held-out data, which is the default."""
+    run = start(*rl_arguments(task, tmp_path / "run", "run.num_steps=1000", "run.save_interval=2", "eval={}"))
+    assert_ends_in_order(run, tmp_path / "run", number=number, status=status)
 
-    Without held-out data, which is the default.
+
+def assert_ends_in_order(run: Any, directory: Path, *, number: signal.Signals, status: int) -> dict[str, Any]:
+    """Send the signal after step 2: SIGINT to the process group, as a terminal does; SIGTERM to every process, as Slurm does.
+
+    Returns summary.json.
     """
-    directory = tmp_path / "run"
-    run = start(*rl_arguments(task, directory, "run.num_steps=1000", "run.save_interval=2", "eval={}"))
     run.wait_for("  2/1000")
     deadline = time.monotonic() + 30
     # A process that changes its threads or files meanwhile can be missed.
@@ -94,7 +95,7 @@ def test_a_signal_leaves_a_checkpoint_and_no_process(
         assert time.monotonic() < deadline, by_process
     assert beyond_loopback(by_process) == {}
     key = run.members("/raylet ")[0].environ()["RAY_AUTH_TOKEN"]
-    assert len(key) >= 32 and exposures(key, tmp_path) == []
+    assert len(key) >= 32 and exposures(key, directory.parent) == []
     assert all(f"start: {part} ..." in run.output for part in ("reward workers", "Ray", "ranks", "engines"))
     if number == signal.SIGINT:
         os.killpg(run.process.pid, number)
@@ -108,11 +109,12 @@ def test_a_signal_leaves_a_checkpoint_and_no_process(
     assert ended is not None, run.output
     assert "***" not in run.output and "logging.cc" not in run.output and "Traceback" not in run.output
     assert run.survivors() == []
-    summary = json.loads((directory / "summary.json").read_text())
+    summary: dict[str, Any] = json.loads((directory / "summary.json").read_text())
     assert summary["status"] == f"interrupted: {number.name}" and summary["steps"] == int(ended[1]) >= 2
     assert {"start", "start_ray", "start_ranks", "start_engines", "start_reward_workers"} <= summary["seconds"].keys()
     assert steps_of(directory) == list(range(summary["steps"] + 1))
     assert (directory / "curves.png").stat().st_size > 10_000 and summary["go_on"] in (directory / "report.html").read_text()
+    return summary
 
 
 @pytest.mark.slow
