@@ -49,7 +49,7 @@ MACHINE = (
 """Metrics that no two runs share."""
 PARITY = "weights/parity_"
 """Measured whenever a run starts."""
-WAIT_S = 240.0
+WAIT_S = 480.0
 PHASES = ("rollout", "train", "save", "publish")
 GONE_S = 30.0
 """After the driver's death. It takes 4 s where the machine has room."""
