@@ -7,9 +7,12 @@ import asyncio
 import inspect
 import json
 import math
+import threading
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -134,9 +137,24 @@ class EnvironmentCall:
     async def _result(self, function: Callable[..., Any], *, alone: bool, **arguments: Any) -> Any:
         """Call `function` here, or in a thread where others would wait for it."""
         if not inspect.iscoroutinefunction(function) and (self._shares_loop or not alone):
-            return await asyncio.to_thread(function, **arguments)
+            return await _in_thread(partial(function, **arguments))
         result = function(**arguments)
         return await result if inspect.isawaitable(result) else result
+
+
+async def _in_thread(call: Callable[[], Any]) -> Any:
+    """Return the result of `call` from a thread of its own: a pool of them would be full of hanging ones, and keep the process alive."""
+    done: Future[Any] = Future()
+    done.set_running_or_notify_cancel()
+
+    def work() -> None:
+        try:
+            done.set_result(call())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=work, daemon=True, name="environment").start()
+    return await asyncio.wrap_future(done)
 
 
 async def _guarded(work: Awaitable[Answer], *, cause: str) -> bytes:

@@ -116,8 +116,15 @@ class _Loop:
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True, name="environments")
+        self._thread = threading.Thread(target=self._run, daemon=True, name="environments")
         self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            # An exit in a task, such as one of several calls, ends the loop and not the trajectory alone.
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):
+                self.loop.run_forever()
+                return
 
     def close(self) -> None:
         """Cancel unfinished work and stop the loop; a blocked one ends with the process."""

@@ -76,12 +76,16 @@ class Meeting(Environment):
         """Wait."""
         return str(self.met.wait(20))
 
-    async def meet(self) -> str:
+    def meet(self) -> str:
         """Meet."""
         self.met.set()
         return "met"
 
-    tools = (wait, meet)
+    async def leave(self) -> str:
+        """Leave."""
+        sys.exit(3)
+
+    tools = (wait, meet, leave)
 
 
 class Endless(Environment):

@@ -282,16 +282,26 @@ def test_the_sweep_leaves_what_still_has_an_owner() -> None:
     importlib.import_module("helped_environment").HELPER.kill()
 
 
-def test_a_sync_tool_holds_up_no_other_trajectory() -> None:
+def test_sync_tools_hold_up_no_other_trajectory() -> None:
     with Environments("environments_under_test:Meeting", {}) as environments:
+        # More than the threads of any pool of asyncio's.
+        calls = [said("", *[("wait", {})] * 40), said("", ("meet", {}))]
 
-        async def work() -> tuple[Answer, Answer]:
+        async def work() -> list[Answer]:
             async with environments.open() as one, environments.open() as other:
                 await asyncio.gather(one.reset(prompt_of("4")), other.reset(prompt_of("4")))
-                return await asyncio.gather(one.answer(said("", ("wait", {}))), other.answer(said("", ("meet", {}))))
+                return await asyncio.gather(one.answer(calls[0]), other.answer(calls[1]))
 
         waited, _ = asyncio.run(asyncio.wait_for(work(), 60))
-    assert waited["messages"][0]["content"] == "True"
+    assert [message["content"] for message in waited["messages"]] == ["True"] * 40
+
+
+def test_an_exit_in_one_of_several_calls_costs_its_trajectory() -> None:
+    with Environments("environments_under_test:Meeting", {}) as environments:
+        _, failed = play(environments, [said("", ("leave", {}), ("meet", {}))])
+        _, answer = play(environments, [said("", ("meet", {}))])
+    assert failed["cause"] == "tool" and "SystemExit: 3" in failed["headline"]
+    assert answer["messages"][0]["content"] == "met"
 
 
 def test_a_killed_server_is_started_again() -> None:
