@@ -155,7 +155,8 @@ class Conversation:
         """Return the turn that is continued, and all tokens [P] before the answer."""
         finished = self.finished
         extended = [turn for turn in finished if history[: len(turn.history)] == turn.history]
-        for turn in sorted(extended, key=lambda each: (len(each.history), each.token_ids.tolist()))[-1:]:
+        deepest = sorted(extended, key=lambda each: (len(each.history), each.token_ids.tolist()), reverse=True)
+        if (turn := next((each for each in deepest if _has_thoughts_of(messages, each)), None)) is not None:
             new = [dict(message) for message in messages[len(turn.history) - 1 :]]
             between = bridge(self._renderer, turn.prompt_ids, turn.generation.token_ids, new, tools=tools)
             if between is not None:
@@ -269,6 +270,18 @@ def _is_json(value: Any) -> bool:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):
         return False
+    return True
+
+
+def _has_thoughts_of(messages: Sequence[Message], turn: Turn) -> bool:
+    """Return True where `messages` have the reasoning of `turn` and those before; clients may leave it out."""
+    node: Turn | None = turn
+    while node is not None and node.history == turn.history[: len(node.history)]:
+        # The history begins with the tools.
+        thought = messages[len(node.history) - 2].get("reasoning_content")
+        if thought and thought.strip() != node.message.get("reasoning_content", "").strip():
+            return False
+        node = node.parent
     return True
 
 

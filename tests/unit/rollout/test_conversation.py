@@ -104,6 +104,20 @@ def test_other_tools_begin_a_branch() -> None:
     assert second.parent is None and "subtract" in talk.tokenizer.decode(second.prompt_ids)
 
 
+@pytest.mark.parametrize(("thought", "is_continued"), [("hm", True), (" hm\n", True), (None, True), ("mh", False)])
+def test_an_edited_thought_begins_a_branch(thought: str | None, is_continued: bool) -> None:
+    talk = Talk([f"<think>\nhm\n</think>\n\n{call('add', '{}')}", call("add", "{}"), "A"])
+    messages: list[Message] = [USER]
+    for number in range(2):
+        turn = talk.ask(*messages)
+        messages += [turn.message, tool_result(turn, str(number))]
+    messages[1] = {**messages[1], "reasoning_content": thought}
+    last = talk.ask(*messages)
+    assert last.parent is (turn if is_continued else None)
+    assert ("mh" in talk.tokenizer.decode(last.prompt_ids)) is not is_continued
+    talk.check_each_token_once(talk.conversation.samples(PROMPT, trajectory=0))
+
+
 def test_a_bridge_that_cuts_what_was_sampled_is_not_taken() -> None:
     """An answer goes on behind a marker of the end, as sampled with ignored ends; the engine stopped for a token of the settings."""
     talk = Talk(["Yes<|im_end|>\nand", "No."])
