@@ -128,6 +128,6 @@ class DiskTransport(WeightTransport):
         path = self.plan.path(version)
         shutil.rmtree(partial_path(path), ignore_errors=True)
         num_bytes = sum(file.stat().st_size for file in path.rglob("*.safetensors"))
-        if path.exists():
-            shutil.rmtree(path)
+        # A file that an engine has open leaves another one on NFS.
+        shutil.rmtree(path, ignore_errors=True)
         return num_bytes
