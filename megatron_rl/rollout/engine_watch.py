@@ -94,6 +94,10 @@ class EngineWatch:
             await asyncio.sleep(POLL_S)
             if self._pool.num_running or any(client.pending.total() for client in self._pool.membership.members):
                 await self.look()
+            else:
+                # Silence counts from the beginning of work.
+                now_s = asyncio.get_running_loop().time()
+                self._seen = {client: (report, ended, now_s) for client, (report, ended, _) in self._seen.items()}
 
     async def look(self) -> None:
         """Ask every engine for its load, and move its limit; have one that makes no progress looked at."""

@@ -390,3 +390,28 @@ def test_engines_are_asked_while_calls_of_a_sync_wait(monkeypatch: pytest.Monkey
             await asyncio.wait_for(client.asked.wait(), 10)
 
     run(test, client)
+
+
+def test_the_time_without_work_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_watch, "POLL_S", 0.0)
+    client, found, later = Client(*[EngineLoad(0.25, 0, told_at=1.0)] * 10**5), list[bool](), [0.0]
+
+    async def test(pool: EnginePool, watch: EngineWatch) -> None:
+        pool.end_hanging = lambda _, answers, waits: found.append(answers)
+        loop = asyncio.get_running_loop()
+        own = loop.time
+        monkeypatch.setattr(loop, "time", lambda: own() + later[0])
+        async with watch:
+            for _ in range(2):
+                client.asked.clear()
+                async with pool.slots(1, urgency=Urgency.TRAINING):
+                    await client.asked.wait()
+                    for _ in range(20):
+                        await asyncio.sleep(0)
+                for pause_s in (0, 3600):
+                    later[0] += pause_s
+                    for _ in range(20):
+                        await asyncio.sleep(0)
+
+    run(test, client)
+    assert found == []
