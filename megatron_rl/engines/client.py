@@ -313,7 +313,8 @@ class EngineClient:
         """
         body = {"model_path": str(path), "load_format": "auto", "flush_cache": True, "weight_version": str(version)}
         self.holds = None
-        await self._control("/update_weights_from_disk", body, timeout_s=timeout_s, joint=True)
+        # A sync without this engine has the other half of the time.
+        await self._control("/update_weights_from_disk", body, timeout_s=timeout_s or self._control_timeout_s / 2, joint=True)
 
     async def checksums(self) -> dict[str, str]:
         """Return the checksum of each weight by engine name, on each tensor parallel rank.

@@ -288,8 +288,10 @@ class WeightSync:
                 await client.resume()
             if (got := await client.weight_version()) != version:
                 raise EngineError(f"the engine at {client.address.url} serves weights {got} after a sync, needs {version}; see its log")
-        except BaseException:
+        except BaseException as error:
             transport.give_up(client, version=version)
+            if isinstance(error, DeadlineError):  # this engine's own
+                raise EngineError(str(error)) from error
             raise
         clock_s.append(time.perf_counter())
         drain_s, apply_s, resume_s = (end_s - begun_s for begun_s, end_s in itertools.pairwise(clock_s))

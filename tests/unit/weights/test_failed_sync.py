@@ -136,3 +136,24 @@ def test_an_engine_that_cannot_tell_its_version_is_ended(make_run: Callable[...,
         assert ended == [run.clients[0]] and run.servers[1].served == 1
 
     asyncio.run(work())
+
+
+def test_an_engine_that_reads_for_ever_is_ended_alone(make_run: Callable[..., Run]) -> None:
+    run, ended = make_run({}, {}), list[EngineClient]()
+
+    async def work() -> None:
+        sync = run.open("disk", timeout_s=4.0)
+        run.pool.end_failed = ending(run, ended)
+        call = run.servers[0].call
+
+        async def read(method: str, path: str, body: Any = None, *, timeout_s: float, attempts: int = 1) -> Any:
+            if path == UPDATES["disk"]:
+                await asyncio.sleep(timeout_s)
+                raise DeadlineError("did not answer")
+            return await call(method, path, body, timeout_s=timeout_s)
+
+        run.clients[0]._call = read  # type: ignore[method-assign]
+        await sync.run(version=1)
+        assert ended == [run.clients[0]] and run.servers[1].served == 1
+
+    asyncio.run(work())
