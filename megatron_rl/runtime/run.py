@@ -52,7 +52,7 @@ class Run(ABC):
         """Steps of the whole run with a batch each, and the directory of its output."""
         self._checkpoints = CheckpointWriter(run, ranks=ranks)
         self.trained_steps = self._saved_steps = 0
-        self._ranks_are_idle = False  # True during waits for samples
+        self._ranks_are_idle = False  # True during waits for samples, or for what engines do on devices of their own
         self.engines_have_weights = False  # True where they have served this run, before its ranks were started again
 
     def begin(self, *, step: int) -> None:
@@ -183,7 +183,8 @@ class Run(ABC):
         self._records.write_summary(status_of(error), steps=self.trained_steps)
         try:
             self._stop_batches(error)
-            if isinstance(error, DeadlineError) and self._checkpoints.is_writing:
+            keeps = self._checkpoints.is_writing or self.trained_steps > self._saved_steps
+            if keeps and isinstance(error, DeadlineError | EngineError | RayError):
                 # Work that missed one deadline would also miss the equally long one of the checkpoint.
                 self._ranks.check_answers()
             if self._saves_at_the_end(error) and self.trained_steps > self._saved_steps:
@@ -206,11 +207,11 @@ class Run(ABC):
             raise
 
     def _saves_at_the_end(self, error: BaseException) -> bool:
-        """Return True where `error` leaves the ranks well: SIGTERM, or a failure of the rollout.
+        """Return True where `error` leaves the ranks well: SIGTERM, or a failure of the rollout or of a sync.
 
         An engine's death on shared devices leaves memory of theirs in no known state.
         """
-        of_rollout = (UserError, DeadlineError) if self._devices is not None else (UserError, DeadlineError, EngineError)
+        of_rollout = (UserError, DeadlineError) if self._devices is not None else (UserError, DeadlineError, EngineError, RayError)
         return asked_to_end(error) or (self._ranks_are_idle and isinstance(error, of_rollout))
 
 
@@ -245,14 +246,15 @@ class RolloutRun(Run):
 
     def _wait(self, work: Work[Result], *, name: str, timeout_s: float = ENGINE_CONTROL_S, see: str = "") -> Result:
         how: dict[str, Any] = {"owner": "the engines", "timeout_s": timeout_s, "see": see, "meanwhile": self._update_newcomers}
-        return self._watchdog.wait(work, name=name, **how)
+        idle, self._ranks_are_idle = self._ranks_are_idle, self._devices is None
+        result = self._watchdog.wait(work, name=name, **how)
+        self._ranks_are_idle = idle
+        return result
 
     def _update_newcomers(self) -> None:
         """Give engines that were started again the weights that the others serve."""
         if self._version is not None and self._manager.pool.has_newcomers:
-            idle, self._ranks_are_idle = self._ranks_are_idle, False
             self._sync_weights(self._version)  # its bytes are none of the step's: a run without the death has none
-            self._ranks_are_idle = idle
 
     def _wait_for_samples(self, work: Work[Result], *, name: str, timeout_s: float, see: str = GENERATION_SETTINGS) -> Result:
         """Wait for samples, or their storage, while the ranks are idle; finish a written save meanwhile."""

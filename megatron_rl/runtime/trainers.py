@@ -208,7 +208,8 @@ class TrainerGroup:
         return self._wait([worker.call.remote(method, *args, **keywords) for worker in self.workers], name=method)
 
     def _wait(self, refs: list[ray.ObjectRef], *, name: str) -> list[Any]:
-        return self._watchdog.wait_for_all(refs, name=name, owner=OWNER, timeout_s=self._step_deadline_s, see=DEADLINE)
+        # The loss of engines must not cost a step that is being trained.
+        return self._watchdog.wait_for_all(refs, name=name, owner=OWNER, timeout_s=self._step_deadline_s, see=DEADLINE, outlasts=True)
 
     def train(
         self, batch: TrainBatch, *, step: int, expected: Expected | None = None, rows: Collection[int] = ()

@@ -166,10 +166,15 @@ class Watchdog:
         result: Result = future.result()
         return result
 
-    def wait_for_all(self, works: Sequence[Work], *, name: str, owner: str, timeout_s: float, see: str = "") -> list[Any]:
-        """Wait as `wait` for several pieces of work by as many owners, numbered; return the results in order."""
+    def wait_for_all(
+        self, works: Sequence[Work], *, name: str, owner: str, timeout_s: float, see: str = "", outlasts: bool = False
+    ) -> list[Any]:
+        """Wait as `wait` for several pieces of work by as many owners, numbered; return the results in order.
+
+        One that `outlasts` actors with a `goes_on` leaves their error to the next wait.
+        """
         owners = {self.begin(work): f"{owner} {number}" for number, work in enumerate(works)}
-        self._wait(owners, name=name, timeout_s=timeout_s, see=see)
+        self._wait(owners, name=name, timeout_s=timeout_s, see=see, outlasts=outlasts)
         return [future.result() for future in owners]
 
     @contextmanager
@@ -196,11 +201,9 @@ class Watchdog:
             return asyncio.run_coroutine_threadsafe(work, self._loop)
         return work.future()
 
-    def _wait(
-        self, owners: dict[Future, str], *, name: str, timeout_s: float, see: str, meanwhile: Callable[[], None] | None = None
-    ) -> None:
+    def _wait(self, owners: dict[Future, str], *, name: str, timeout_s: float, see: str, **how: Any) -> None:
         with self._opened(owners, name=name, timeout_s=timeout_s, see=see) as wait:
-            self._wait_openly(wait, owners, meanwhile=meanwhile)
+            self._wait_openly(wait, owners, **how)
 
     @contextmanager
     def _opened(self, owners: dict[Future, str], *, name: str, timeout_s: float, see: str) -> Iterator[OpenWait]:
@@ -225,14 +228,16 @@ class Watchdog:
                 self._telling = threading.Thread(target=self._late, args=(wait,), name="late wait", daemon=True)
                 self._telling.start()
 
-    def _wait_openly(self, wait: OpenWait, owners: dict[Future, str], *, meanwhile: Callable[[], None] | None) -> None:
+    def _wait_openly(
+        self, wait: OpenWait, owners: dict[Future, str], *, meanwhile: Callable[[], None] | None = None, outlasts: bool = False
+    ) -> None:
         deadline = wait.begun_s + wait.timeout_s
-        pending = set(owners)
+        pending, outlasted = set(owners), set[Future]()
         while pending:
             wait.owners = tuple(owner for item, owner in owners.items() if item in pending)
             left_s = max(0.0, deadline - time.monotonic())
             done, _ = concurrent.futures.wait(
-                pending | set(self._vital),
+                pending | (set(self._vital) - outlasted),
                 timeout=min(left_s, MEANWHILE_S),
                 return_when=concurrent.futures.FIRST_COMPLETED,
             )
@@ -253,9 +258,11 @@ class Watchdog:
                     done |= concurrent.futures.wait(self._vital, timeout=CAUSE_S, return_when=concurrent.futures.FIRST_COMPLETED).done
                 else:
                     done = {item for item in done if item in pending or not self._goes_on_without(item)}
+                    if outlasts:
+                        outlasted |= {item for item in done - pending if self._vital[item][1] is not None}
                 # Actors that another thread has gone on without in the meantime are no longer
                 # watched.
-                done &= pending | set(self._vital)
+                done &= pending | (set(self._vital) - outlasted)
                 for item in sorted(done, key=lambda item: item in pending):
                     self._check(item, owner=owners[item] if item in pending else self._vital[item][0])
             pending -= done
@@ -298,7 +305,8 @@ class Watchdog:
             own = _own_error(error, owner=name)
             if isinstance(own, Exception) and goes_on(own):
                 return True
-        self._vital[item] = name, goes_on
+        # Asked once: the error may be left to another wait.
+        self._vital[item] = name, None if goes_on is None else lambda _: False
         return False
 
     def _check(self, item: Future, *, owner: str) -> None:

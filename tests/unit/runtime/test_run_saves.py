@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 from run_parts import Calls, Devices, Evaluations, MakeRun, Manager, Ranks, Sync
 
 from megatron_rl.algorithms.rounding_limits import Expected
@@ -77,6 +77,46 @@ def test_the_last_engines_end_leaves_a_checkpoint(
         train_loop(run, first_step=0)
     run.break_off(error)
     assert [path.name for path in checkpoint_paths(tmp_path / "run")] == ([] if colocated else ["step-000002"])
+
+
+@pytest.mark.parametrize(("colocated", "answers"), [(False, True), (False, False), (True, True)])
+@pytest.mark.parametrize(
+    "error", [EngineError("no engine is left"), DeadlineError("weight sync did not finish"), RayTaskError("", "", Exception())]
+)
+def test_a_failed_sync_leaves_a_checkpoint_where_ranks_are_well(
+    make_run: MakeRun, calls: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, colocated: bool, answers: bool
+) -> None:
+    async def run_sync(self: Sync, *, version: int, prove: object = None) -> dict[str, Metric]:
+        if version == 2:
+            raise error
+        return {}
+
+    monkeypatch.setattr(Sync, "run", run_sync)
+    monkeypatch.setattr(Ranks, "answers", answers)
+    run = make_run("run.num_steps=9", "run.save_interval=0", devices=Devices(calls) if colocated else None)
+    with pytest.raises(type(error)):
+        train_loop(run, first_step=0)
+    run.break_off(error)
+    kept = ["step-000002"] if answers and not colocated else []
+    assert [path.name for path in checkpoint_paths(tmp_path / "run")] == kept
+
+
+def test_an_engine_lost_before_a_save_leaves_a_checkpoint(
+    make_run: MakeRun, watchdog: Watchdog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The wait for the buffer's position ends by it."""
+    run, lost = make_run("run.num_steps=9", "run.save_interval=2"), Future[None]()
+    watchdog.watch("engine 0", lost, goes_on=lambda error: False)
+
+    def finish(self: Any, *, step: int, late: bool = True) -> None:
+        if step == 2:
+            lost.set_exception(EngineDiedError("killed by signal 9"))
+
+    monkeypatch.setattr(type(run), "_finish_evaluation", finish)
+    with pytest.raises(EngineDiedError) as caught:
+        train_loop(run, first_step=0)
+    run.break_off(caught.value)
+    assert [path.name for path in checkpoint_paths(tmp_path / "run")] == ["step-000002"]
 
 
 def test_a_step_that_cannot_be_trained_on_leaves_no_checkpoint(make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

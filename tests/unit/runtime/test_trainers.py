@@ -16,7 +16,7 @@ from megatron_rl.algorithms.rounding_limits import FLOAT32, Expected
 from megatron_rl.config.load import load_settings
 from megatron_rl.data.packing import Shard, make_shards
 from megatron_rl.data.token_values import TOKEN_VALUES, TokenValues
-from megatron_rl.errors import DeadlineError, UserError, WorkerDiedError
+from megatron_rl.errors import DeadlineError, EngineDiedError, UserError, WorkerDiedError
 from megatron_rl.observe.metrics import Metric, Sum, metric_values
 from megatron_rl.observe.spans import Span
 from megatron_rl.runtime import trainers as module
@@ -62,6 +62,15 @@ class Endless(Reference):
 
     def future(self) -> concurrent.futures.Future:
         return concurrent.futures.Future()
+
+
+class Later(Reference):
+    """The reference to a call that returns a moment later."""
+
+    def future(self) -> concurrent.futures.Future:
+        future: concurrent.futures.Future = concurrent.futures.Future()
+        threading.Timer(0.1, future.set_result, [self.result]).start()
+        return future
 
 
 EXPECTED = Expected(version=0, limits=FLOAT32)
@@ -268,3 +277,14 @@ def test_a_rank_tells_the_stack_of_its_call_alone() -> None:
     go_on.set()
     call.join()
     assert any(line.startswith("train_step ") for line in stack) and any("trainers.py" in line for line in stack)
+
+
+def test_a_step_is_trained_to_its_end_without_engines(group: TrainerGroup) -> None:
+    lost: concurrent.futures.Future = concurrent.futures.Future()
+    lost.set_exception(EngineDiedError("killed by signal 9"))
+    group._watchdog.watch("engine 0", lost, goes_on=lambda error: False)
+    for rank, actor in enumerate(group.workers):
+        actor.call = types.SimpleNamespace(remote=lambda method, rank=rank: Later(rank))
+    assert group.call("train") == [0, 1, 2, 3]
+    with pytest.raises(EngineDiedError):
+        group._watchdog.wait(concurrent.futures.Future(), name="rollout", owner="the engines", timeout_s=30)

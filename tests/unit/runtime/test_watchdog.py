@@ -171,6 +171,21 @@ def test_a_death_ends_the_wait_unless_the_run_continues(watchdog: Watchdog, goes
     assert asked == ["EngineError: boom"]
 
 
+@pytest.mark.parametrize("vital", [False, True])
+def test_a_step_outlasts_an_engine_lost_for_good(watchdog: Watchdog, vital: bool) -> None:
+    """The next wait ends by it, and nobody is asked again. The death of a rank ends each."""
+    asked, died, work = list[str](), Future(), Future()
+    died.set_exception(EngineError("boom"))
+    watchdog.watch("engine 0", died, goes_on=None if vital else lambda error: bool(asked.append(str(error))))
+    threading.Timer(0.1, work.set_result, [7]).start()
+    if not vital:
+        assert watchdog.wait_for_all([work], name="training", owner="Megatron rank", timeout_s=30, outlasts=True) == [7]
+    for _ in range(2):
+        with pytest.raises(EngineError, match="boom"):
+            watchdog.wait_for_all([Future()], name="training", owner="part", timeout_s=30, outlasts=vital)
+    assert asked == ["boom"] * (not vital)
+
+
 def test_work_failed_by_a_death_ends_with_that_death(watchdog: Watchdog) -> None:
     vital, refused = Future(), Future()
     watchdog.watch("engine 0", vital, goes_on=lambda error: True)
