@@ -197,13 +197,17 @@ class RolloutManager:
         if len(self.clients) == 1 and returning is None and not self._returning:
             return False
         if returning is not None:
-            task = asyncio.create_task(self._return(returning))
-            self._returning.add(task)
-            task.add_done_callback(self._returning.discard)
-            # The task has begun to count before the pool looks for an engine.
-            await asyncio.sleep(0)
+            await self.expect(returning)
         self.pool.leave(client, error)
         return True
+
+    async def expect(self, returning: Awaitable[bool]) -> None:
+        """Let requests wait for an engine that is `returning`."""
+        task = asyncio.create_task(self._return(returning))
+        self._returning.add(task)
+        task.add_done_callback(self._returning.discard)
+        # The task has begun to count before the pool looks for an engine.
+        await asyncio.sleep(0)
 
     async def _return(self, returning: Awaitable[bool]) -> None:
         """Let requests wait while an engine is started again; count it where that succeeds."""

@@ -10,7 +10,7 @@ from ray.exceptions import RayError
 
 from megatron_rl.engines.client import EngineClient
 from megatron_rl.engines.engine import EngineAddress
-from megatron_rl.errors import MegatronRLError
+from megatron_rl.errors import EngineDiedError, MegatronRLError
 from megatron_rl.rollout.manager import RolloutManager
 from megatron_rl.runtime.engines import EngineGroup
 
@@ -18,7 +18,7 @@ ERROR_LINE = re.compile(r"[\w.]*(Error|Exception)\b")
 
 
 class EngineReturns:
-    """Watches `engines` at `addresses`, by number, which are members of the `manager`.
+    """Watches `engines` at `addresses`, by number, which are members of the `manager`; None for one that died before.
 
     A failed engine is ended, and a dead one started again, as often as rollout.engine_restarts says.
     Others leave the run, which ends when that many have left that fewer than half remain.
@@ -29,19 +29,23 @@ class EngineReturns:
         self,
         engines: EngineGroup,
         manager: RolloutManager,
-        addresses: Sequence[EngineAddress],
+        addresses: Sequence[EngineAddress | None],
         *,
         wait: Callable[..., Any],
         note: Callable[[str], None],
         serve_current: bool,
     ) -> None:
         self._engines, self._manager, self._wait, self._note, self._serve_current = engines, manager, wait, note, serve_current
-        self._numbers = {address: number for number, address in enumerate(addresses)}
-        self._count, self._num_lost = len(addresses), 0  # engines that left for good
+        self._numbers = {address: number for number, address in enumerate(addresses) if address is not None}
+        self._count = len(addresses)
         manager.pool.end_failed = self._end_failed
         manager.pool.end_hanging = self._end_hanging
         for number, address in enumerate(addresses):
-            engines.watch(number, goes_on=partial(self._goes_on, number, address))
+            if address is not None:
+                engines.watch(number, goes_on=partial(self._goes_on, number, address))
+            else:
+                died = EngineDiedError(f"engine {number} died before the ranks came back")
+                wait(manager.expect(self._bring_back(number, died)), name="starting a dead engine again")
 
     def _end_failed(self, client: EngineClient, error: Exception) -> bool:
         """End an engine that the run can go on without; return True for such a one. One that has left is another one by now."""
@@ -62,7 +66,7 @@ class EngineReturns:
     def _goes_on(self, number: int, address: EngineAddress, error: Exception) -> bool:
         """Return True when the run goes on without the dead engine `number`, for now or for good."""
         returns = self._engines.may_restart(number)
-        if not returns and self._is_one_too_many(num_left=len(self._manager.clients) - 1):
+        if not returns and self._is_one_too_many(number, num_left=len(self._manager.clients) - 1):
             return False
         returning = self._bring_back(number, error) if returns else None
         left: bool = self._wait(self._manager.leave(address, error, returning=returning), name="going on without an engine")
@@ -72,12 +76,12 @@ class EngineReturns:
             self._note(f"{again}the run goes on with {count}, because one ended: {_sentence(error)}")
         return left
 
-    def _is_one_too_many(self, *, num_left: int) -> bool:
+    def _is_one_too_many(self, number: int, *, num_left: int) -> bool:
         """Count an engine lost for good, with `num_left` others; return True, and note it, where the run ends by that."""
-        self._num_lost += 1
-        ends = 2 * self._num_lost > self._count
+        self._engines.lost.add(number)
+        ends = 2 * len(self._engines.lost) > self._count
         if ends and num_left:
-            self._note(f"the run ends, because {self._num_lost} of {self._count} engines are lost, more than half")
+            self._note(f"the run ends, because {len(self._engines.lost)} of {self._count} engines are lost, more than half")
         return ends
 
     async def _bring_back(self, number: int, death: Exception) -> bool:
@@ -94,7 +98,7 @@ class EngineReturns:
             self._engines.watch(number, goes_on=partial(self._goes_on, number, address))
             self._note(f"engine {number} is back after {time.monotonic() - begun_s:.0f} s, and gets the current weights")
             return True
-        if self._is_one_too_many(num_left=len(self._manager.clients)):
+        if self._is_one_too_many(number, num_left=len(self._manager.clients)):
             self._engines.give_up(number, death)
         return False
 

@@ -175,22 +175,24 @@ class EngineGroup:
         self._workers = [make() for make in self._make_workers]
         self._watches: dict[int, Future[None]] = {}  # done when the engine is dead
         self._restarts: list[list[float]] = [[] for _ in self._workers]  # seconds of the clock
+        self.lost: set[int] = set()
+        """Engines that stay away for good, also when ranks come back."""
         self._stopped = False
 
-    def begin_start(self) -> list[ray.ObjectRef]:
-        """Ask every engine that does not serve to start; wait for all with `finish_start`."""
-        for number, restarts in enumerate(self._restarts):
-            watch = self._watches.get(number)
-            # One without a watch was dead, and had not come back.
-            if watch.done() if watch is not None else restarts:
-                self._renew(number)
-        return [worker.start.remote(start_deadline_s(self._settings.model)) for worker in self._workers]
+    def begin_start(self) -> list[Future[EngineAddress | None]]:
+        """Ask every engine to start; wait for all with `finish_start`. Those that have died are None."""
+        timeout_s, dead = start_deadline_s(self._settings.model), Future[None]()
+        dead.set_result(None)
+        # One without a watch was dead, and had not come back.
+        watches = [self._watches.get(number, dead if restarts else None) for number, restarts in enumerate(self._restarts)]
+        lives = [number not in self.lost and (watch is None or not watch.done()) for number, watch in enumerate(watches)]
+        return [worker.start.remote(timeout_s).future() if each else dead for each, worker in zip(lives, self._workers, strict=True)]
 
-    def finish_start(self, refs: list[ray.ObjectRef]) -> list[EngineAddress]:
-        """Wait until every engine serves."""
+    def finish_start(self, starting: list[Future[EngineAddress | None]]) -> list[EngineAddress | None]:
+        """Wait until every engine serves, but for those that have died."""
         timeout_s = start_deadline_s(self._settings.model) + ENGINES_STOP_S
         how: dict[str, Any] = {"owner": "engine", "timeout_s": timeout_s, "see": DEADLINE}
-        return self._watchdog.wait_for_all(refs, name="starting the engines", **how)
+        return self._watchdog.wait_for_all(starting, name="starting the engines", **how)
 
     def watch(self, number: int, *, goes_on: Callable[[Exception], bool]) -> None:
         """Watch an engine from now on; `goes_on` decides if the run continues after its death."""
@@ -203,13 +205,14 @@ class EngineGroup:
         lost: Future[None] = Future()
         lost.set_exception(error)
         if not self._stopped:
-            self._watchdog.watch(f"engine {number}", lost)
+            self._watchdog.watch(f"engine {number}", lost, goes_on=lambda _: False)
 
     def may_restart(self, number: int) -> bool:
         """Return True where rollout.engine_restarts allows another start of a dead engine."""
         hour = [begun_s for begun_s in self._restarts[number] if time.monotonic() - begun_s < HOUR_S]
         self._restarts[number] = hour
-        return len(hour) < self._settings.rollout.engine_restarts and not self._settings.runtime.colocate and not self._stopped
+        stays_away = number in self.lost or self._settings.runtime.colocate or self._stopped
+        return len(hour) < self._settings.rollout.engine_restarts and not stays_away
 
     def end(self, number: int, fault: str, **hang: bool) -> None:
         """Let an engine that failed end, as `EngineWorker.end`, which its watch then sees."""

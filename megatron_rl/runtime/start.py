@@ -15,8 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import ray
-
 from megatron_rl.checkpoints.run_checkpoints import LOCK_FILE, naming_the_way_around, newest_checkpoint
 from megatron_rl.config.derived import DEADLINE, dtype_name, sync_deadline_s
 from megatron_rl.config.gpus import check_on_gpus
@@ -203,7 +201,7 @@ class RunStart:
             devices.take(Phase.SYNC)
         else:
             starting = engines.begin_start()
-            self.report.follow("engines", [ref.future() for ref in starting])
+            self.report.follow("engines", starting)
             self._start_ranks(ranks, resume=resume)
             addresses = self.join(manager, engines, starting)
         sync = self._open_sync(partial(make_transport, settings, ranks, reservation, addresses), ranks, manager)
@@ -298,18 +296,19 @@ class RunStart:
         return self._engines
 
     def join(
-        self, manager: RolloutManager, engines: EngineGroup, starting: list[ray.ObjectRef], *, serve_current: bool = False
+        self, manager: RolloutManager, engines: EngineGroup, starting: list[Future[EngineAddress | None]], *, serve_current: bool = False
     ) -> list[EngineAddress]:
-        """Wait for the `starting` engines; give them, by number, to the manager, and watch them."""
+        """Wait for the `starting` engines; give them to the manager, and watch them. Dead ones follow."""
         wait = partial(self.watchdog.wait, owner="the engines", timeout_s=ENGINE_CONTROL_S)
-        addresses = engines.finish_start(starting)
+        found = engines.finish_start(starting)
+        addresses = [address for address in found if address is not None]
         wait(manager.join(addresses, serve_current=serve_current), name="connecting to the engines")
 
         agent = self.settings.rollout.agent
         if agent is not None and agent.command and self._reservation is not None:
             logs = self.settings.run.directory / "logs"
             spread_agents(manager, agent.command, reservation=self._reservation, logs=logs, watchdog=self.watchdog)
-        EngineReturns(engines, manager, addresses, wait=wait, note=self.report.note, serve_current=serve_current)
+        EngineReturns(engines, manager, found, wait=wait, note=self.report.note, serve_current=serve_current)
         return addresses
 
     def _open_sync(self, transport: Callable[[Sequence[str]], WeightTransport], ranks: TrainerGroup, manager: RolloutManager) -> WeightSync:

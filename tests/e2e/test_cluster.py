@@ -87,7 +87,7 @@ with Watchdog() as watchdog:
     group = engines.EngineGroup(
         settings, model=EngineModel(Path(sys.argv[2])), reservation=reservation, watchdog=watchdog, **shared
     )
-    print(json.dumps({"ranks": trainers.gpus, "engines": ray.get(group.begin_start(), timeout=100)}))
+    print(json.dumps({"ranks": trainers.gpus, "engines": [start.result(timeout=100) for start in group.begin_start()]}))
     watchdog.forget()
 ray.shutdown()
 """

@@ -97,33 +97,30 @@ def test_engines_that_stay_away(monkeypatch: pytest.MonkeyPatch, override: str) 
     assert not make_group(override).may_restart(0)
 
 
-def test_engines_that_serve_go_on_and_dead_ones_start_with_new_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    actors, group = Actors(monkeypatch), make_group()
-    group.begin_start()
-    for number in range(2):
+def test_engines_that_serve_go_on_with_new_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dead ones are left to `EngineReturns`, one that was lost for good also an hour later."""
+    actors, group = Actors(monkeypatch), make_group("rollout.num_engines=4")
+    assert [start.result() for start in group.begin_start()] == [0, 1, 2, 3]
+    for number in range(4):
         group.watch(number, goes_on=lambda error: True)
     group._workers[1].dies(EngineError("dead"))
-    group.begin_start()
-    assert (actors.started, actors.killed, [worker.number for worker in group._workers]) == ([0, 1, 2], [1], [0, 2])
+    actors.error = EngineError("does not start")
+    for number in (2, 3):
+        with pytest.raises(EngineError):
+            asyncio.run(group.restart(number))
+    actors.error = None
+    group.lost.add(3)
+    actors.now_s += 3601
+    assert not group.may_restart(3)
+    assert [start.result() for start in group.begin_start()] == [0, None, None, None]
+    assert (actors.started, actors.killed) == ([0, 1, 2, 3, 4, 5], [2, 3])
     # The watch of the engine that goes on is the same call: another one would wait behind it for ever.
     first = group._watches[0]
     group.watch(0, goes_on=lambda error: True)
     assert group._watches[0] is first
+    asyncio.run(group.restart(1))
     group.watch(1, goes_on=lambda error: True)
     assert not group._watches[1].done(), "another engine is watched by another call"
-
-
-def test_an_engine_that_did_not_come_back_starts_with_new_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    actors, group = Actors(monkeypatch), make_group()
-    group.begin_start()
-    for number in range(2):
-        group.watch(number, goes_on=lambda error: True)
-    actors.error = EngineError("does not start")
-    with pytest.raises(EngineError):
-        asyncio.run(group.restart(1))
-    actors.error = None
-    group.begin_start()
-    assert (actors.killed, [worker.number for worker in group._workers]) == ([1, 2], [0, 3])
 
 
 def test_an_engine_that_is_given_up_ends_every_wait(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,7 +75,7 @@ class Engines:
         self.restarts, self.ended = list(restarts), list[tuple[int, str]]()
         self.addresses = [EngineAddress(f"url-{number}", "key", 32, 64, 64, has_tokenizer=False) for number in range(count)]
         self.goes_on: dict[int, Callable[[Exception], bool]] = {}
-        self.given_up = list[tuple[int, str]]()
+        self.given_up, self.lost = list[tuple[int, str]](), set[int]()
 
     def finish_start(self, starting: list[Any]) -> list[EngineAddress]:
         return self.addresses
@@ -186,6 +186,22 @@ def test_a_start_that_fails_may_leave_too_few_engines(
     assert engines.given_up == [(0, "killed, 0")] * ends
     said = f"the run ends, because {num_dead + 1} of {count} engines are lost, more than half"
     assert (said in stream.getvalue()) == (ends and count - num_dead > 1)
+
+
+def test_ranks_come_back_without_an_engine_that_is_lost(
+    tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manager_module, "RewardRunner", Rewards)
+    (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": "1", "label": "1"}) + "\n")
+    settings = load_settings(None, [f"run.directory={tmp_path}/run", f"model.path={tiny_model()}", f"data.train={tmp_path}/train.jsonl"])
+    engines = Engines()
+    well = engines.addresses[1]
+    engines.lost, engines.addresses = {0}, [None, well]  # type: ignore[list-item]
+    with ExitStack() as stack:
+        start = RunStart(settings, stack, StartReport(RunConsole(1, stream=io.StringIO()), PhaseTimer()))
+        manager = start.open_manager(tmp_path / "buffer.sqlite")
+        assert start.join(manager, engines, []) == [well]  # type: ignore[arg-type]
+        assert [client.address for client in manager.clients] == [well] and set(engines.goes_on) == {1} and engines.given_up == []
 
 
 def test_the_last_engine_is_started_again(tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
