@@ -1,5 +1,6 @@
 """Ray sessions: a local session, started and ended with all processes, or an existing cluster."""
 
+import functools
 import os
 import secrets
 import shutil
@@ -41,8 +42,6 @@ def prepare_environment(settings: RuntimeSettings) -> None:
         # Makes Ray use 127.0.0.1 instead of looking up the machine's own address.
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        # Else Ray writes one into the home directory, for every Ray of this user.
-        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         # Ray's own deadlines, 30 to 60 s, for processes to find each other. `_waiting_for_the_node`
         # waits for the node: a longer raylet_start_wait_time_s would let one question take all of
         # the time, even after the node has ended. The last one is the time for a checkpoint in
@@ -209,7 +208,7 @@ def _start_local(num_processes: int, directory: Path, before: set[psutil.Process
 
     # For a plug-in that has imported Ray before `prepare_environment`: engines would listen on the machine's own address.
     ray._private.ray_constants.ENABLE_RAY_CLUSTER = False
-    with _waiting_for_the_node(before):
+    with _waiting_for_the_node(before), _token():
         ray.init(
             # Without this setting Ray joins a cluster of another user on this machine.
             address="local",
@@ -220,6 +219,25 @@ def _start_local(num_processes: int, directory: Path, before: set[psutil.Process
             logging_level="error",
             _temp_dir=str(directory),
         )
+
+
+@functools.cache
+def _own_token() -> str:
+    return secrets.token_hex(32)  # Ray reads it once in a process
+
+
+@contextmanager
+def _token() -> Iterator[None]:
+    """Let Ray's processes inherit a token; plug-ins, and processes started before or after, have none to command Ray with."""
+    if "RAY_AUTH_TOKEN" in os.environ:
+        yield
+        return
+    # Without, Ray writes one into the home directory, for every Ray of this user.
+    os.environ["RAY_AUTH_TOKEN"] = _own_token()
+    try:
+        yield
+    finally:
+        del os.environ["RAY_AUTH_TOKEN"]
 
 
 class _EndedError(Exception):

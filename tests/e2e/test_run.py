@@ -96,6 +96,7 @@ def assert_ends_in_order(run: Any, directory: Path, *, number: signal.Signals, s
     assert beyond_loopback(by_process) == {}
     key = run.members("/raylet ")[0].environ()["RAY_AUTH_TOKEN"]
     assert len(key) >= 32 and exposures(key, directory.parent) == []
+    assert [each.name() for each in run.members("multiprocessing.spawn") if "RAY_AUTH_TOKEN" in each.environ()] == []
     assert all(f"start: {part} ..." in run.output for part in ("reward workers", "Ray", "ranks", "engines"))
     if number == signal.SIGINT:
         os.killpg(run.process.pid, number)

@@ -37,6 +37,7 @@ class Rays:
         self.late, self.node = late, node
         self.started: Processes = []
         self.arguments: dict[str, Any] = {}
+        self.tokens: list[str] = []
         # What listens where Ray's control service does.
         self.control = socket.create_server(("127.0.0.1", 0))
 
@@ -48,7 +49,7 @@ class Rays:
 
     def init(self, **arguments: Any) -> None:
         """As `Node.__init__` does it after its 30 s: the first answer counts."""
-        self.arguments = arguments
+        self.arguments, self.tokens = arguments, [*self.tokens, os.environ["RAY_AUTH_TOKEN"]]
         self.started.append(subprocess.Popen(self.node))
         # As Ray's core does it, behind Python's back.
         ctypes.CDLL(None).signal(signal.SIGTERM, ctypes.c_void_p(signal.SIG_IGN.value))
@@ -222,6 +223,22 @@ def test_a_local_ray_stays_on_loopback_where_a_plug_in_imported_it(machine: Call
     machine()
     with ray_cluster(address=None, num_processes=1, logs=Path("logs")):
         assert ray.util.get_node_ip_address() == "127.0.0.1"
+
+
+@pytest.mark.parametrize("given", [None, "of the user"])
+def test_ray_alone_has_the_token(machine: Callable[..., Rays], monkeypatch: pytest.MonkeyPatch, given: str | None) -> None:
+    """Reward workers start before Ray, async agents are threads of this process; Ray reads its token once in a process."""
+    rays = machine()
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    if given is not None:
+        monkeypatch.setenv("RAY_AUTH_TOKEN", given)
+    ray_session.prepare_environment(RuntimeSettings())
+    for _ in range(2):
+        assert os.environ.get("RAY_AUTH_TOKEN") == given
+        with ray_cluster(address=None, num_processes=1, logs=Path("logs")):
+            assert os.environ.get("RAY_AUTH_TOKEN") == given
+    first, second = rays.tokens
+    assert first == second and (first == given or (given is None and len(first) >= 32))
 
 
 def test_ray_reads_the_deadlines_that_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
