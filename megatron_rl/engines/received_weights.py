@@ -111,8 +111,10 @@ class _Receiving:
 
     def begin(self, *, notes: bool) -> None:
         """Begin a sync; until its end nothing can be a base of deltas."""
+        if self._is_open:  # a sync failed, maybe in the middle of a delta
+            self._merge = Merge(checksum)
         self._base, self._holds, self._is_open = self._holds, None, True
-        self._checksums, self._digest, self._merge = {} if notes else None, None, Merge(checksum)
+        self._checksums, self._digest = {} if notes else None, None
 
     def note_digest(self) -> None:
         """Note checksums of the model's tensors."""
@@ -122,7 +124,8 @@ class _Receiving:
         """End the sync. Raises RuntimeError for other weights than `expected`, or than were noted."""
         assert self._is_open, "was asked to begin first"
         checksums, before = self._checksums or {}, self._digest
-        self._is_open, self._checksums, self._digest, self._merge = False, None, None, Merge(checksum)
+        self._is_open, self._checksums, self._digest = False, None, None
+        self._merge.rest()
         _check_equal(checksums, expected or {}, "did not come as the trainer sent them, needs 0")
         if before is not None:
             _check_equal(self._own(), before, "are other ones by deltas than by themselves, needs 0; set weights.delta to false")

@@ -155,6 +155,29 @@ def test_nothing_changed_and_everything_changed() -> None:
     assert same(state(model), whole(weights)) and model.head[3, 4].signbit()
 
 
+def test_memory_of_deltas_is_used_again_unless_a_sync_failed() -> None:
+    """What a loader that failed left in it would be written to elements without a change."""
+    model, rank, weights = Model(), Rank(), fresh(0)
+    rank.sync(model, weights, version=1)
+    receiving: Any = None
+    places = []
+    for version in (2, 3):
+        weights = changed(weights, seed=version, share=0.03)
+        rank.sync(model, weights, version=version)
+        receiving = model.load_weights
+        places.append(receiving._merge._scratch.data_ptr())
+    assert places[0] == places[1] != 0 and bool((receiving._merge._scratch == 255).all())
+    tell(model, "begin")
+    receiving._merge._scratch.zero_()
+    model.load_weights([(name, tensor.clone()) for name, tensor in weights.items()])
+    rank = Rank()
+    for version in (4, 5):
+        rank.sync(model, weights, version=version)
+        weights = changed(weights, seed=version, share=0.03)
+    rank.sync(model, weights, version=6)
+    assert same(state(model), whole(weights))
+
+
 def test_a_delta_to_other_weights_is_refused() -> None:
     weights = fresh(0)
 
