@@ -247,6 +247,7 @@ def test_ray_reads_the_deadlines_that_it_is_given(monkeypatch: pytest.MonkeyPatc
     ray_session.prepare_environment(RuntimeSettings())
     given = {name for name, value in os.environ.items() if value == "300"}
     assert "RAY_gcs_rpc_server_reconnect_timeout_s" in given and len(given) == 3
+    assert os.environ["THP_MEM_ALLOC_ENABLE"] == "1"
     readers = Path(ray._raylet.__file__).read_bytes() + inspect.getsource(node).encode()
     assert [name for name in given if name.encode() not in readers] == []
 
