@@ -48,11 +48,11 @@ class EngineError(MegatronRLError, RuntimeError):
 
 
 class EngineRefusal(EngineError):
-    """An engine's answer of another HTTP `status` than 200, or of a failure."""
+    """An answer of the engine at `url`, of another HTTP `status` than success or of a failure."""
 
-    def __init__(self, message: str, *, status: int) -> None:
+    def __init__(self, message: str, *, status: int, url: str = "") -> None:
         super().__init__(message)
-        self.status = status
+        self.status, self.url = status, url
 
 
 class WorkerDiedError(MegatronRLError, RuntimeError):

@@ -48,7 +48,7 @@ def contradictions(settings: Settings) -> list[str]:
             got, taken = f"rollout.max_staleness is {rollout.max_staleness}", "tokens of older weights count as the current ones'"
             found.append(_uncorrected(got, objective.policy_loss.kind, taken))
         found += [*_group(data, objective.advantage), *_lengths(data, rollout, training), *_engines(rollout.sglang)]
-        found += [*_candidates(rollout.sampling, rollout.sglang), *_entropy_aware(rollout.sampling, objective)]
+        found += [*_candidates(rollout.sampling, rollout.sglang), *_entropy_aware(rollout.sampling, objective), *_router(settings)]
     if data.chat_template_kwargs and rollout.is_hosted:
         found.append(
             f"data.chat_template_kwargs has {', '.join(data.chat_template_kwargs)}, but {rollout.name} renders its messages by "
@@ -146,6 +146,21 @@ def _engines(sglang: Mapping[str, Any]) -> Iterator[str]:
                 f"rollout.sglang.{name} is {sglang[name]}, needs none: a weight sync writes the trainer's weights as they are, not "
                 "quantised; remove it"
             )
+
+
+def _router(settings: Settings) -> Iterator[str]:
+    """Yield what a router before the engines would leave out of requests without a word, or what hides the engine that answers."""
+    sampling, sglang, sets = settings.rollout.sampling, settings.rollout.sglang, settings.eval.sets
+    lost = {
+        "training.routing_replay": settings.training.routing_replay,
+        "rollout.sampling.entropy": sampling.entropy is not None,
+        "rollout.sampling.top_p, top_k or min_p": leaves_tokens_out(sampling),
+        **{f"eval.sets.{name}.sampling.logit_bias": one.sampling.logit_bias for name, one in sets.items()},
+        "rollout.sglang.tokenizer_worker_num": sglang.get("tokenizer_worker_num", 1) != 1,
+    }
+    for name, value in lost.items():
+        if value and sglang.get("router") is not None:
+            yield f"rollout.sglang.router is set with {name}, but SGLang's router does not pass on what that needs; remove one of them"
 
 
 def topology_contradictions(topology: TopologySettings) -> Iterator[str]:

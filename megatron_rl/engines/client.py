@@ -5,6 +5,7 @@ Legend: P prompt tokens. Requests that would crash the server are refused before
 
 import asyncio
 import base64
+import bisect
 import contextlib
 import itertools
 import math
@@ -23,7 +24,7 @@ from megatron_rl.engines.answers import EngineLoad, Generation, read_body, read_
 from megatron_rl.engines.engine import EngineAddress
 from megatron_rl.engines.entropy_processor import PROCESSOR
 from megatron_rl.engines.sampling import Sampling
-from megatron_rl.engines.server_args import ORDER_LOADER, WeightOrder
+from megatron_rl.engines.server_args import ENGINE_HEADER, ORDER_LOADER, WeightOrder
 from megatron_rl.errors import DeadlineError, EngineError, EngineRefusal, UserError
 from megatron_rl.system.deadlines import ENGINE_ABORT_S, ENGINE_CONTROL_S, ENGINE_LOAD_S
 from megatron_rl.types import Floats, Ints
@@ -46,7 +47,7 @@ IDLE_CONNECTION_S = 2.0
 A loaded machine can take longer than the difference, and lose a call sent at that moment. So a call
 with one attempt has a connection of its own.
 """
-_BUSY = 503
+BUSY = 503
 SERVER_FAULT = 500
 """The least HTTP status that is the server's fault, not the request's."""
 _Asked = dict[str, Any]  # one requested sample in the server's words; `rid` is the id for an abort
@@ -64,7 +65,7 @@ class EngineClient:
     def __init__(self, address: EngineAddress, *, request_timeout_s: float, control_timeout_s: float = ENGINE_CONTROL_S) -> None:
         self.address = address
         self.served: Counter[str] = Counter()  # answers, their prompt_tokens and others; milliseconds and tokens of calls
-        self._num_retracting_pauses = 0
+        self._retracting_pauses_s: list[float] = []  # on the clock
         self.is_paused = False
         """True from a pause on, until generation goes on."""
         self.pending, self.num_ended = Counter[bool](), 0
@@ -98,7 +99,7 @@ class EngineClient:
         self._check_request(token_ids, sampling)
         # Of one width: the server may abort every request whose id begins with the given one.
         request_ids = [f"{uuid.uuid4().hex}-{index:06d}" for index in range(num_samples)]
-        prompt, pauses_before, begun_s = token_ids.tolist(), self._num_retracting_pauses, time.monotonic()
+        prompt, begun_s = token_ids.tolist(), time.monotonic()
         parameters = [sampling.request(index) for index in range(num_samples)]
         common = {"input_ids": prompt, "return_sampling_mask": sampling.records_candidates}
         common |= {} if sampling.entropy is None else {"custom_logit_processor": PROCESSOR}
@@ -111,21 +112,26 @@ class EngineClient:
             with contextlib.suppress(EngineError, DeadlineError):
                 await asyncio.shield(aborting)
             raise
+        read = tuple(self._read(each, prompt_length=len(prompt), sampling=sampling, begun_s=begun_s) for each in answers)
+        self.served.update(milliseconds=round(1000 * (time.monotonic() - begun_s)), tokens=max(len(each.token_ids) for each in read))
+        return read
+
+    def _read(self, answer: Any, *, prompt_length: int, sampling: Sampling, begun_s: float) -> Generation:
+        """Return the response in the server's answer to a sample asked for at `begun_s`, and count it."""
         try:
             mixture, recorded = self.address.mixture, sampling.records_candidates
-            read = tuple(read_generation(each, prompt_length=len(prompt), mixture=mixture, with_candidates=recorded) for each in answers)
+            read = read_generation(answer, prompt_length=prompt_length, mixture=mixture, with_candidates=recorded)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             form = f"{type(error).__name__}: {error}"
             raise EngineError(f"the engine at {self.address.url} gave an answer of another form than SGLang's ({form})") from error
-        largest = max((int(each.token_ids.max()) for each in read if len(each.token_ids)), default=0)
+        largest = max(read.token_ids, default=0)
         if largest >= self.address.vocab_size:
             raise EngineError(f"the engine at {self.address.url} gave token {largest} of a vocabulary of {self.address.vocab_size}")
-        self.served.update(milliseconds=round(1000 * (time.monotonic() - begun_s)), tokens=max(len(each.token_ids) for each in read))
-        for meta in (answer["meta_info"] for answer in answers):
-            # Numbers for metrics alone: an engine need not give them. Each such pause retracts a request, too.
-            retractions = max(0, meta.get("num_retractions", 0) - (self._num_retracting_pauses - pauses_before))
-            cached_tokens = meta.get("cached_tokens", 0)
-            self.served.update(answers=1, prompt_tokens=len(prompt), cached_tokens=cached_tokens, retractions=retractions)
+        # Numbers for metrics alone: an engine need not give them. Each such pause retracts a request, too.
+        meta, pauses_s = answer["meta_info"], self._retracting_pauses_s
+        retractions = max(0, meta.get("num_retractions", 0) - (len(pauses_s) - bisect.bisect(pauses_s, begun_s)))
+        cached_tokens = meta.get("cached_tokens", 0)
+        self.served.update(answers=1, prompt_tokens=prompt_length, cached_tokens=cached_tokens, retractions=retractions)
         return read
 
     async def score(self, sequences: Sequence[Ints]) -> list[Floats]:
@@ -228,7 +234,7 @@ class EngineClient:
 
     async def pause(self, mode: Literal["abort", "retract", "in_place"]) -> None:
         """Stop generating: end requests, recompute them after `resume`, or keep their cache."""
-        self._num_retracting_pauses += mode == "retract"
+        self._retracting_pauses_s += [time.monotonic()] * (mode == "retract")
         self.is_paused = True
         await self._control("/pause_generation", {"mode": mode})
 
@@ -349,7 +355,7 @@ class EngineClient:
                     try:
                         return await self._attempt(method, path, body, pooled=attempts > 1)
                     except (EngineRefusal, aiohttp.ClientError) as error:
-                        if attempt == attempts or (isinstance(error, EngineRefusal) and error.status != _BUSY):
+                        if attempt == attempts or (isinstance(error, EngineRefusal) and error.status != BUSY):
                             raise
                     await asyncio.sleep(FIRST_BACKOFF_S * 2 ** (attempt - 1))
         except aiohttp.ClientError as error:
@@ -366,10 +372,12 @@ class EngineClient:
         content = None if body is None else to_json(body, inf_nan_mode="constants")
         headers = {} if body is None else {"Content-Type": "application/json"}
         async with session.request(method, self.address.url + path, data=content, headers=headers) as response:
-            content = await response.read()
-        if response.status != 200:
-            reason = f"{refusal(content)} (HTTP {response.status})"
-            raise EngineRefusal(f"the engine at {self.address.url} refused {path}: {reason}", status=response.status)
+            return self._body(response, await response.read())
+
+    def _body(self, response: aiohttp.ClientResponse, content: bytes) -> Any:
+        if not response.ok:
+            reason, url = f"{refusal(content)} (HTTP {response.status})", response.headers.get(ENGINE_HEADER, self.address.url)
+            raise EngineRefusal(f"the engine at {url} refused {response.url.path_qs}: {reason}", status=response.status, url=url)
         return read_body(content)
 
 

@@ -9,13 +9,16 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterat
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from megatron_rl.engines.client import EngineClient
 from megatron_rl.engines.engine import EngineAddress
 from megatron_rl.errors import DeadlineError, EngineError
 from megatron_rl.observe.spans import Spans
 from megatron_rl.system.deadlines import DEATH_S, LEAVE_S, SILENT_S
+
+if TYPE_CHECKING:
+    from megatron_rl.engines.sglang_router import Router
 
 AFFINITY_WAIT_S = 1.0  # wait for a slot on the preferred engine: about the time to compute a prefix of 10,000 tokens
 ABORT_INTERVAL_S = 0.05  # between aborts of requests that may still have been on their way to the engine
@@ -84,6 +87,8 @@ class EnginePool:
 
         One that `waits` for others, as in a process group, has to be stopped.
         """
+        self.router: Router | None = None
+        """Asked for answers instead of the engine with the slots; it chooses one of the usable engines."""
         self._address = clients[0].address if clients else None
         self.spans = Spans()
         """Requests, syncs and groups, as they end."""
@@ -120,6 +125,11 @@ class EnginePool:
             if client not in self.membership.members:
                 self._departures[client].set_result(None)
         return self._departures[client]
+
+    @property
+    def usable(self) -> dict[str, EngineClient]:
+        """Return the usable engines by URL."""
+        return {client.address.url: client for client in self._usable}
 
     def has_all(self, clients: Iterable[EngineClient]) -> bool:
         """Return True when all `clients` are members."""
@@ -193,7 +203,8 @@ class EnginePool:
         while self.num_running:
             # The deadline of a request on an engine that does not answer ends the wait.
             with contextlib.suppress(EngineError, DeadlineError):
-                await asyncio.gather(*(client.abort_all() for client, count in self._running.items() if count))
+                asked = [client for client, count in self._running.items() if count] if self.router is None else self.membership.members
+                await asyncio.gather(*(client.abort_all() for client in asked))
             await asyncio.sleep(ABORT_INTERVAL_S)
 
     @property
@@ -237,8 +248,8 @@ class EnginePool:
         return any(not waiter.slot.done() for waiter in self._waiting)
 
     def running(self, client: EngineClient) -> int:
-        """Return the number of taken slots of an engine."""
-        return self._running[client]
+        """Return the number of taken slots of an engine, or of its requests at the last look at a router."""
+        return self._running[client] if self.router is None else self.router.loads[client.address.url]
 
     def limit(self, client: EngineClient) -> int:
         """Return the number of slots of an engine."""

@@ -1,5 +1,6 @@
 """The SGLang server's arguments: fields of the installed ServerArgs, checked before any start."""
 
+import importlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +18,9 @@ SAFE_RELEASE = "0.5.21"
 RECORD_ROUTING = "enable_return_routed_experts"
 LOGIT_PROCESSOR = "enable_custom_logit_processor"
 ORDER_LOADER = "megatron_rl.engines.received_weights.follow"
+ROUTER, ROUTER_RELEASE = "router", "0.3.2"  # no field of ServerArgs, but those of a router before all engines; what it was tried with
+ENGINE_HEADER = "x-megatron-rl-engine"  # with it an engine behind a router names its URL in each answer
+ROUTER_FIELDS = ("policy", "cache_threshold", "balance_abs_threshold", "balance_rel_threshold", "eviction_interval_secs", "max_tree_size")
 WeightOrder = Literal["begin", "note", "digest", "end"]
 """Of a sync: its begin, the same with checksums of what comes, a look at what the model has, its end."""
 
@@ -120,6 +124,9 @@ def validate_server_args(arguments: Mapping[str, Any]) -> None:
         reasons = [OWNED[name]] if name in OWNED else [why for prefix, why in OWNED_PREFIXES.items() if name.startswith(prefix)]
         if reasons:
             raise UserError(f"rollout.sglang.{name} is {value!r} but cannot be set here: {reasons[0]}; remove it")
+    if ROUTER in arguments:
+        _check_router(arguments[ROUTER])
+        arguments = {name: value for name, value in arguments.items() if name != ROUTER}
     if not arguments:
         return
     fields = field_types()
@@ -144,6 +151,26 @@ def validate_server_args(arguments: Mapping[str, Any]) -> None:
     share = arguments.get("mem_fraction_static")
     if share is not None and not 0 < share <= 1:
         raise UserError(f"rollout.sglang.mem_fraction_static is {share}, needs a share of the device's memory, above 0 and at most 1")
+
+
+def _check_router(fields: Any) -> None:
+    path = f"rollout.sglang.{ROUTER}"
+    if not isinstance(fields, Mapping):
+        raise UserError(f"{path} is {fields!r}, needs a mapping of RouterArgs's fields, such as {{}} or {{cache_threshold: 0.5}}")
+    try:
+        known = get_type_hints(importlib.import_module("sglang_router.router_args").RouterArgs)
+    except ModuleNotFoundError as error:
+        got = f"{path} is set, but {error.name} is not installed"
+        raise UserError(f"{got}; pip install sglang-router=={ROUTER_RELEASE}, or remove {path}") from error
+    for name, value in fields.items():
+        if name not in known:
+            raise UserError(unknown_field(f"{path}.{name}", owner="the installed RouterArgs", known=known, elsewhere={}))
+        if name not in ROUTER_FIELDS:
+            raise UserError(f"{path}.{name} is {value!r} but cannot be set here, where a run needs {', '.join(ROUTER_FIELDS)}; remove it")
+        _check_type(f"{ROUTER}.{name}", value, known[name])
+    if (policy := fields.get("policy", "cache_aware")) != "cache_aware":
+        why = "with others the router does not count an engine's requests, by which a hanging engine is told from an idle one"
+        raise UserError(f"{path}.policy is {policy!r}, needs cache_aware: {why}")
 
 
 def check_tensor_parallel(arguments: Mapping[str, Any], config: Mapping[str, Any], *, origin: str) -> None:

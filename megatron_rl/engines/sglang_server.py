@@ -10,6 +10,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.engines.on_cpu import sglang_shims
+from megatron_rl.engines.server_args import ROUTER
 from megatron_rl.system.deadlines import ENGINE_STORE_S
 from megatron_rl.system.leftovers import die_with_parent
 from megatron_rl.system.stacks import answer_stack_requests
@@ -79,6 +80,8 @@ def main() -> None:
         sglang_shims.allow_deterministic_inference()
         # The scheduler is a fork of this process.
         products = invariant_products()
+    if arguments.pop(ROUTER, None) is not None:
+        sglang_shims.name_the_engine(f"http://{arguments['host']}:{arguments['port']}")
     store = serve_rendezvous(arguments)
     try:
         run_server(ServerArgs(**arguments))

@@ -101,7 +101,9 @@ class EngineWatch:
 
     async def look(self) -> None:
         """Ask every engine for its load, and move its limit; have one that makes no progress looked at."""
-        clients = self._pool.membership.members
+        clients, router = self._pool.membership.members, self._pool.router
+        if router is not None:
+            await router.load()
         for client, load in zip(clients, await asyncio.gather(*(client.load() for client in clients)), strict=True):
             self._suspect(client, load)
             if load is None:

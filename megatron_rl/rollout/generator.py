@@ -143,14 +143,18 @@ class PoolGenerator(AbstractAsyncContextManager["PoolGenerator", None]):
             async with AsyncExitStack() as held:
                 with self._queued():
                     client = await held.enter_async_context(slots)
+                asked = self._pool.router or client
                 try:
                     # A hanging engine that leaves the pool is not waited for until the deadline.
-                    await self._pool.while_it_stays(client, self._fill(client, token_ids, sampling, num_samples, answers, pieces))
+                    await self._pool.while_it_stays(client, self._fill(asked, token_ids, sampling, num_samples, answers, pieces))
                 except (EngineError, DeadlineError) as error:
                     if isinstance(error, EngineRefusal) and error.status < SERVER_FAULT:
                         raise  # the request is at fault, another engine would refuse it too
-                    self._pool.retire(client, error)
-            if session is not None and len(answers) == num_samples:
+                    if asked is client:
+                        self._pool.retire(client, error)
+                    elif isinstance(error, DeadlineError):
+                        raise  # the router does not say which engine is late, and has retired others
+            if session is not None and len(answers) == num_samples and asked is client:
                 self._engines[session] = client
             if urgency is Urgency.TRAINING:
                 urgency = Urgency.AGAIN

@@ -32,6 +32,8 @@ from megatron_rl.engines.client import EngineClient, EnginePart
 from megatron_rl.engines.engine import EngineAddress
 from megatron_rl.engines.engine_pool import Urgency
 from megatron_rl.engines.sampling import Sampling
+from megatron_rl.engines.server_args import ROUTER
+from megatron_rl.engines.sglang_router import Router
 from megatron_rl.errors import UserError, counted
 from megatron_rl.observe.console import PhaseProgress
 from megatron_rl.observe.failures import FailureLog, reward_failures, rollout_failures
@@ -190,6 +192,10 @@ class RolloutManager:
             self._watch.begin(client)
             if serve_current:
                 self.pool.admit([client])
+        if (fields := rollout.sglang.get(ROUTER)) is not None and self.pool.router is None:
+            log_path = self._settings.run.directory / "logs" / "router.log"
+            router = Router(fields, pool=self.pool, log_path=log_path, request_timeout_s=request_deadline_s(model, longest))
+            self.pool.router = await self._connections.enter_async_context(router)
 
     async def leave(self, address: EngineAddress, error: Exception, *, returning: Awaitable[bool] | None = None) -> bool:
         """Go on without the engine at `address`, dead of `error`; False for the last, unless it or another one is `returning`."""

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_rl.engines.server_args import ENGINE_HEADER
+
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import GenerateReqInput
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
@@ -36,6 +38,17 @@ def hide_the_key_in_logs() -> None:
 
     original = engine._server_args_for_logging
     engine._server_args_for_logging = lambda server_args: {**original(server_args), "api_key": "hidden"}
+
+
+def name_the_engine(url: str) -> None:
+    """Let every answer say which engine gave it: a router in between passes headers of an answer on."""
+    from sglang.srt.entrypoints.http_server import app
+
+    @app.middleware("http")
+    async def name(request: Any, answer: Callable[[Any], Any]) -> Any:
+        response = await answer(request)
+        response.headers[ENGINE_HEADER] = url
+        return response
 
 
 def check_request(manager: "TokenizerManager", request: "GenerateReqInput", input_ids: Sequence[int] | None) -> None:
