@@ -12,7 +12,7 @@ from megatron_rl.config.derived import AUTO_DTYPES, start_deadline_s
 from megatron_rl.config.settings import ModelSettings
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.engines.engine import Engine, EngineAddress
-from megatron_rl.engines.server_args import check_tensor_parallel, server_arguments, validate_server_args
+from megatron_rl.engines.server_args import ROUTER, check_tensor_parallel, server_arguments, validate_server_args
 from megatron_rl.errors import UserError
 from megatron_rl.models.config_json import read_config
 from megatron_rl.system.device import local_device
@@ -34,6 +34,8 @@ def serve(model: Path, arguments: Mapping[str, Any], *, host: str, port: int) ->
     _check(model)
     if not host:
         raise UserError("--host is empty, needs an address of this machine, such as 127.0.0.1")
+    if ROUTER in arguments:
+        raise UserError(f"{ROUTER} is {arguments[ROUTER]!r}, needs none: serve starts one server; remove it")
     validate_server_args(arguments)
     if arguments.get("nnodes", 1) > 1:
         raise UserError(f"nnodes is {arguments['nnodes']}, needs 1: serve starts one server, here; remove it, and lower tp_size")

@@ -25,7 +25,7 @@ import aiohttp
 
 from megatron_rl.engines.answers import Generation, refusal
 from megatron_rl.engines.client import BUSY, MAX_ATTEMPTS, SERVER_FAULT, EngineClient
-from megatron_rl.engines.engine import LOG_TAIL_LINES, POLL_S, free_port
+from megatron_rl.engines.engine import POLL_S, free_port
 from megatron_rl.engines.engine_pool import EnginePool
 from megatron_rl.engines.server_args import ENGINE_HEADER
 from megatron_rl.errors import DeadlineError, EngineError, EngineRefusal, UserError
@@ -34,10 +34,11 @@ from megatron_rl.system.leftovers import die_with_parent
 from megatron_rl.types import StopReason
 
 HOST = "127.0.0.1"  # only the driver asks it
-LISTED_S = 10.0  # time for the router to take an engine, 0.3 s; one that dies meanwhile leaves the pool
-OWN: dict[str, Any] = {name: True for name in ("disable_retries", "disable_circuit_breaker", "disable_health_check")}
-# Its metrics have no key; at port 0 the kernel chooses one.
-OWN |= {"host": HOST, "prometheus_host": HOST, "prometheus_port": 0, "log_level": "warn"}
+START_ATTEMPTS = 8  # over 32 s, which a busy machine needs for the imports
+LISTED_S = 10.0  # deadline of the router for taking an engine, a matter of 0.3 s
+# The kernel chooses the port of its metrics, which has no key.
+OWN = {"host": HOST, "prometheus_port": 0, "log_level": "warn"}
+OWN |= dict.fromkeys(("disable_retries", "disable_circuit_breaker", "disable_health_check"), True)
 
 
 class Router(EngineClient):
@@ -89,7 +90,9 @@ class Router(EngineClient):
             if self._process is None or self._process.poll() is not None:
                 await self._start()
             until_s, asked = time.monotonic() + LISTED_S, set[str]()
-            while (usable := self._pool.usable).keys() != self._ids.keys() and time.monotonic() < until_s:
+            while (usable := self._pool.usable).keys() != self._ids.keys():
+                for url in usable.keys() - self._ids.keys() if time.monotonic() > until_s else ():
+                    self._pool.retire(usable[url], EngineError(f"SGLang's router did not take the engine at {url} in {LISTED_S:g} s"))
                 for url in self._ids.keys() - usable.keys():
                     await self._call("DELETE", f"/workers/{self._ids[url]}", timeout_s=ENGINE_CONTROL_S)
                 for url in usable.keys() - self._ids.keys() - asked:
@@ -99,23 +102,17 @@ class Router(EngineClient):
                 await self.load()
 
     async def _start(self) -> None:
-        self._ids, until_s = {}, time.monotonic() + ENGINE_CONTROL_S
-        self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        self._ids = {}
         with self._log_path.open("ab") as log:
             self._process = subprocess.Popen([sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=log, stderr=log)
         assert self._process.stdin is not None, "opened as a pipe"
         with self._process.stdin as orders:
             orders.write(json.dumps(self._arguments).encode())
-        while True:
-            try:
-                await self._call("GET", "/liveness", timeout_s=ENGINE_LOAD_S)
-                return
-            except (EngineError, DeadlineError) as error:
-                if self._process.poll() is not None or time.monotonic() > until_s:
-                    tail = "\n".join(self._log_path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
-                    got = f"SGLang's router does not answer after its start (exit status {self._process.poll()})"
-                    raise UserError(f"{got}; mend rollout.sglang.router, or remove it; the end of {self._log_path}:\n{tail}") from error
-            await asyncio.sleep(POLL_S)
+        try:
+            await self._call("GET", "/liveness", timeout_s=ENGINE_CONTROL_S, attempts=START_ATTEMPTS)
+        except (EngineError, DeadlineError) as error:
+            why = f"exit status {self._process.poll()}, see the end of {self._log_path}"
+            raise UserError(f"SGLang's router does not answer after its start ({why}); mend or remove rollout.sglang.router") from error
 
     async def _ask(self, asked: Sequence[dict[str, Any]]) -> list[Any]:
         """Return the answers to samples, each in a call of its own: the router takes parameters and an id for one."""

@@ -73,6 +73,11 @@ CORRECTED = ["objective.off_policy={mode: truncate, high: 2.0}"]
         (["objective.policy_loss=sft", "eval.sets.e=e.jsonl"], "starts no engine that could generate"),
         (["runtime.colocate=true", "rollout.sglang.enable_memory_saver=false"], "must be able to release their memory"),
         (["rollout.sglang.pp_size=2"], "rollout.sglang.pp_size is 2, needs 1"),
+        (
+            ["rollout.sglang.router={}", "training.routing_replay=true"],
+            "rollout.sglang.router is set with training.routing_replay, but SGLang's router does not pass on",
+        ),
+        (["rollout.sglang.router={}", "rollout.sampling.top_p=0.9"], "with rollout.sampling.top_p, top_k or min_p, but"),
         (["rollout.sglang.pp_size=2"], "remove it, and set rollout.sglang.tp_size"),
         (["rollout.sglang={tp_size: 4, nnodes: 2, attn_dp_size: 2}"], "rollout.sglang.attn_dp_size is 2 with nnodes 2, needs 1"),
         (["rollout.sglang.quantization=fp8"], "rollout.sglang.quantization is fp8, needs none"),

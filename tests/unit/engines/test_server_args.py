@@ -1,3 +1,5 @@
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ from megatron_rl.engines.server_args import (
     OWNED,
     OWNED_ENVIRONMENT,
     OWNED_PREFIXES,
+    ROUTER,
     check_environment,
     check_release,
     field_types,
@@ -56,6 +59,35 @@ def test_arguments_of_the_installed_server_are_accepted(arguments: dict[str, obj
 def test_what_the_server_would_not_take_is_one_sentence(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message.replace("|", r"\|")):
         validate_server_args(arguments)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ("sglang", "rollout.sglang.router is 'sglang', needs a mapping of RouterArgs's fields"),
+        ({"cache_treshold": 0.5}, "rollout.sglang.router.cache_treshold is not .*did you mean rollout.sglang.router.cache_threshold"),
+        ({"cache_threshold": "half"}, "rollout.sglang.router.cache_threshold is 'half', needs another type: expected `float`"),
+        ({"api_key": "mine"}, "rollout.sglang.router.api_key is 'mine' but cannot be set here, where a run needs policy, .*remove it"),
+        ({"policy": "random"}, "rollout.sglang.router.policy is 'random', needs cache_aware: with others the router does not count"),
+    ],
+)
+def test_what_a_router_would_not_take_is_one_sentence(fields: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class RouterArgs:
+        policy: str
+        cache_threshold: float
+        api_key: str | None
+
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "sglang_router.router_args", types.SimpleNamespace(RouterArgs=RouterArgs))
+        validate_server_args({ROUTER: {"cache_threshold": 0.5}, "max_total_tokens": 1024})
+        with pytest.raises(UserError, match=message.replace("|", r"\|")):
+            validate_server_args({ROUTER: fields})
+
+
+def test_a_missing_router_is_named_with_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sglang_router.router_args", None)
+    with pytest.raises(UserError, match=r"but sglang_router.router_args is not installed; pip install sglang-router==0.3.2, or remove"):
+        validate_server_args({ROUTER: {}})
 
 
 @pytest.mark.parametrize("name", OWNED_ENVIRONMENT)
