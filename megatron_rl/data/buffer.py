@@ -15,6 +15,7 @@ or `buffer_rows.SCHEMA`, describes the tables.
 
 import itertools
 import json
+import math
 import sqlite3
 import threading
 import time
@@ -85,7 +86,7 @@ class BufferCounts:
 
 @dataclass(frozen=True, slots=True)
 class WaitingGroup:
-    """A group not yet consumed, moved to its state at `moved_at`, in seconds since 1970.
+    """A group not yet consumed, moved to its state at `moved_at`, in seconds since 1970 and later than any moved before.
 
     `oldest_version` made a token of its samples or answers; infinity without any.
     """
@@ -118,7 +119,7 @@ class Buffer(SqliteFile):
         identity = (buffer_rows.APPLICATION_ID, buffer_rows.SCHEMA_VERSION)
         super().__init__(path, schema=buffer_rows.SCHEMA, identity=identity, note=note)
         self.made_by = made_by
-        self._pruning, self._closing = threading.Lock(), threading.Event()
+        self._pruning, self._closing, self._moved_at = threading.Lock(), threading.Event(), 0.0
         ((first,),) = self._read("SELECT min(position) FROM groups")
         self.num_gone = 0 if first is None else int(first) - 1
         """Groups of a lost buffer, consumed before the present ones; set only in an empty buffer."""
@@ -307,6 +308,7 @@ class Buffer(SqliteFile):
             connection.execute(f"UPDATE groups SET state = 'done', {clean} WHERE consumed_step > :step", values)
             # All samples of such a group: the samples left would count as the whole group.
             self._drop(dropped)
+            self._moved_at = max((group.moved_at for group in self.waiting()), default=0.0)
             self._move([*dropped, *unscored], "pending")
             connection.execute("DELETE FROM answers WHERE max_version > :step", values)
         return others
@@ -358,9 +360,10 @@ class Buffer(SqliteFile):
             super().close()
 
     def _move(self, group_ids: Sequence[str], state: str) -> None:
-        now = time.time()
+        # Steps take groups by these times: a clock that is set back changes no order.
+        self._moved_at = max(time.time(), math.nextafter(self._moved_at, math.inf))
         self._connection.executemany(
-            "UPDATE groups SET state = ?, updated_at = ? WHERE id = ?", [(state, now, group_id) for group_id in group_ids]
+            "UPDATE groups SET state = ?, updated_at = ? WHERE id = ?", [(state, self._moved_at, group_id) for group_id in group_ids]
         )
 
     def _ids(self, query: str, values: Any) -> list[str]:

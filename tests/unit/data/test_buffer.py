@@ -8,12 +8,14 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from buffer_parts import assert_same, fill, finished_samples, take_done, unfinished
 
+from megatron_rl.data import buffer as buffer_module
 from megatron_rl.data.buffer import COUNT, FRONT, LATER, PRUNABLE, Answer, Buffer, BufferCounts
 from megatron_rl.errors import UserError
 from megatron_rl.types import Group, Prompt, Sample
@@ -452,6 +454,16 @@ def test_only_groups_without_a_younger_token_are_renewed_by_their_newest(buffer:
     assert buffer.renew(3, oldest_version=3, by_newest=True) == 2
     assert [group.state for group in buffer.waiting()] == ["pending", "done", "pending"]
     assert [group.oldest_version for group in buffer.waiting()] == [float("inf"), 1, float("inf")]
+
+
+def test_a_clock_set_back_changes_no_order(buffer: Buffer, make_group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups, later = ([make_group(name, scored=True) for name in names] for names in ("dcba", "fe"))
+    fill(buffer, groups)
+    buffer.rewind(0)
+    monkeypatch.setattr(buffer_module, "time", SimpleNamespace(time=lambda: 1e9))
+    fill(buffer, later)
+    by_time = sorted(buffer.waiting(), key=lambda group: group.moved_at)
+    assert [group.id for group in by_time] == [group.id for group in (*groups, *later)]
 
 
 def test_a_rewind_keeps_the_order_of_completion(buffer: Buffer, make_group: Any) -> None:
