@@ -141,7 +141,9 @@ class TensorBoard:
         with disk_errors(directory):
             resumed = directory.exists()
             directory.mkdir(parents=True, exist_ok=True)
-            self._path = directory / f"events.out.tfevents.{time.time_ns()}"
+            # TensorBoard reads in the order of names, also where the clock was set back.
+            last = max((path.name for path in directory.glob("events*")), default="")
+            self._path = directory / max(f"events.out.tfevents.{time.time_ns()}", f"{last}.1" * bool(last))
             self._file = self._path.open("ab")
         self._records = RecordWriter(self._file)
         self._write(Event(file_version="brain.Event:2"))

@@ -2,6 +2,7 @@ import json
 import math
 import resource
 import sys
+import time
 import types
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,8 @@ import pytest
 
 from megatron_rl.config.settings import ObserveSettings
 from megatron_rl.errors import UserError
-from megatron_rl.observe.sinks import METRICS_FILE, Sinks, read_metrics
+from megatron_rl.observe import sinks as sinks_module
+from megatron_rl.observe.sinks import METRICS_FILE, Sinks, TensorBoard, read_metrics
 from megatron_rl.types import Prompt, Reward, RewardOutcome, Sample
 
 
@@ -26,6 +28,15 @@ def test_json_lines_are_readable_while_the_run_goes_on(tmp_path: Path) -> None:
     sinks.close()
     steps = read_metrics(tmp_path / "run" / METRICS_FILE)
     assert list(steps) == [0, 1] and math.isnan(steps[1]["train/loss"]) and steps[1]["train/lr"] == 1e-5
+
+
+def test_a_resume_after_a_clock_set_back_is_read_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for now_ns in (3, 1, 2, 4):
+        monkeypatch.setattr(sinks_module, "time", types.SimpleNamespace(time=time.time, time_ns=lambda now_ns=now_ns: now_ns))
+        before = {path.name for path in tmp_path.iterdir()}
+        TensorBoard(tmp_path, first_step=1).close()
+        (new,) = {path.name for path in tmp_path.iterdir()} - before
+        assert all(new > name for name in before)
 
 
 def test_rows_of_one_step_merge_and_a_resume_replaces_later_ones(tmp_path: Path) -> None:
