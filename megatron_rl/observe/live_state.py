@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.observe.summary import summary_time
 from megatron_rl.system.files import read_record
 from megatron_rl.system.leftovers import process_identity
 
@@ -58,20 +59,21 @@ class EngineState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveState:
-    """The state at `time` (seconds since 1970) of the run begun at `begun` by the process `identity` on `host`.
+    """The state at `time` (seconds since 1970) of the run of the process `identity` on `host`.
 
-    `notes` are the last sentences of the run about what is wrong.
+    `notes` are the last sentences of the run about what is wrong. `earlier` is the time of the
+    summary that an earlier life has left, in nanoseconds.
     """
 
     host: str
     identity: dict[str, int | str]
-    begun: float
     time: float
     num_steps: int
     phases: tuple[PhaseState, ...]
     waits: tuple[WaitState, ...]
     engines: tuple[EngineState, ...]
     notes: tuple[str, ...]
+    earlier: int | None = None
 
 
 class StatusFile:
@@ -95,8 +97,8 @@ class StatusFile:
         self._sources: dict[str, Callable[[], Any]] = {"phases": phases, "waits": waits, "engines": engines}
         self._notes = notes
         identity = process_identity(os.getpid())
-        self._facts: dict[str, Any] = {"host": socket.gethostname(), "identity": identity, "num_steps": num_steps}
-        self._begun = time.time()
+        earlier = summary_time(directory)
+        self._facts: dict[str, Any] = {"host": socket.gethostname(), "identity": identity, "earlier": earlier, "num_steps": num_steps}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._write_often, name="status", daemon=True)
 
@@ -112,7 +114,7 @@ class StatusFile:
     def write(self) -> None:
         """Write the state now, where the directory of the run exists."""
         present = {name: source() for name, source in self._sources.items()}
-        state = LiveState(begun=self._begun, time=time.time(), notes=tuple(self._notes()), **self._facts, **present)
+        state = LiveState(time=time.time(), notes=tuple(self._notes()), **self._facts, **present)
         partial = self._path.with_name(f".{STATUS_FILE}.{os.getpid()}.partial")
         # No sync: the state before a power failure is of no use, and a shared disk is slow.
         with suppress(OSError):

@@ -58,6 +58,12 @@ def write_summary(directory: Path, summary: Summary) -> None:
     write_atomic(directory / SUMMARY_FILE, json.dumps(asdict(summary), indent=2) + "\n")
 
 
+def summary_time(directory: Path) -> int | None:
+    """Return the time of the summary of the run in `directory`, in nanoseconds, None without one."""
+    path = directory / SUMMARY_FILE
+    return path.stat().st_mtime_ns if path.exists() else None
+
+
 def read_summary(directory: Path) -> Summary | None:
     """Return the summary of a run; None while it goes on or after a kill. Raises UserError."""
     path = directory / SUMMARY_FILE

@@ -20,7 +20,7 @@ from megatron_rl.errors import UserError, sized
 from megatron_rl.observe.advice import advise
 from megatron_rl.observe.live_state import STATUS_FILE, STATUS_S, LiveState, read_state
 from megatron_rl.observe.sinks import METRICS_FILE, read_metrics, read_times
-from megatron_rl.observe.summary import FINISHED, SETTINGS_FILE, SUMMARY_FILE, read_summary
+from megatron_rl.observe.summary import FINISHED, SETTINGS_FILE, SUMMARY_FILE, read_summary, summary_time
 from megatron_rl.system.files import free_bytes
 from megatron_rl.system.leftovers import lives_here
 
@@ -139,9 +139,9 @@ def _rows(directory: Path) -> tuple[dict[int, dict[str, float]], dict[int, float
 
 def _life(directory: Path, state: LiveState | None) -> tuple[Life, str]:
     """Return whether the run goes on, and why not."""
-    summary, path = read_summary(directory), directory / SUMMARY_FILE
+    summary = read_summary(directory)
     # A resumed run keeps the summary of its earlier life until it has started.
-    if summary is not None and (state is None or path.stat().st_mtime >= state.begun):
+    if summary is not None and (state is None or summary_time(directory) != state.earlier):
         life: Life = "finished" if summary.status == FINISHED else "interrupted" if summary.status.startswith("interrupted") else "failed"
         return life, "" if life == "finished" else summary.status
     if state is None:
@@ -151,10 +151,11 @@ def _life(directory: Path, state: LiveState | None) -> tuple[Life, str]:
     if lives is False:
         old = f"its last state is {_time(age_s)} old"
         return "dead", f"{where} is gone without a summary; {old}, and --resume goes on from the last checkpoint"
-    if age_s > SILENT_S and not _changes(directory, state):
+    if abs(age_s) > SILENT_S and not _changes(directory, state):
+        silent = f"has written no state for {_time(max(age_s, LOOK_S))}"
         if lives:
-            return "silent", f"{where} lives, but has written no state for {_time(age_s)}: it is stopped, or its disk hangs"
-        return "dead", f"{where} has written no state for {_time(age_s)}"
+            return "silent", f"{where} lives, but {silent}: it is stopped, or its disk hangs"
+        return "dead", f"{where} {silent}"
     return ("late" if any(wait.late for wait in state.waits) else "running"), ""
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from megatron_rl.cli import main
 from megatron_rl.observe.live_state import STATUS_FILE, EngineState, LiveState, PhaseState, StatusFile, WaitState
-from megatron_rl.observe.summary import Summary, write_summary
+from megatron_rl.observe.summary import SUMMARY_FILE, Summary, summary_time, write_summary
 from megatron_rl.report import status
 from megatron_rl.report.prometheus import exposition, serving
 from megatron_rl.report.status import report_status, runs_below
@@ -32,7 +32,6 @@ def put_state(directory: Path, **changes: Any) -> LiveState:
     state = LiveState(
         host="node-3",
         identity=process_identity(os.getpid()),
-        begun=time.time() - 500,
         time=time.time(),
         num_steps=12,
         phases=(PhaseState(name="train", progress="2/4 parts", seconds=3.0),),
@@ -81,9 +80,11 @@ def test_a_run_that_ended_has_its_outcome(tmp_path: Path, outcome: str, life: st
 
 
 def test_a_summary_of_an_earlier_life_does_not_count(tmp_path: Path) -> None:
-    put_state(tmp_path, begun=time.time() + 1)
     put_summary(tmp_path, "interrupted: SIGTERM")
+    put_state(tmp_path, earlier=summary_time(tmp_path))
     assert report_status(tmp_path).life == "running"
+    os.utime(tmp_path / SUMMARY_FILE, (1, 1))  # the clock was set back before the end of this one
+    assert report_status(tmp_path).life == "interrupted"
 
 
 def test_a_killed_run_is_dead_however_new_its_state(tmp_path: Path) -> None:
@@ -99,12 +100,15 @@ def test_a_killed_run_is_dead_however_new_its_state(tmp_path: Path) -> None:
     assert report.log[1:] == tuple(f"line {number}" for number in range(4, 9))
 
 
+@pytest.mark.parametrize(("ahead_s", "said"), [(-300, "5 min"), (300, "0 s")], ids=["", "the clock was set back"])
 @pytest.mark.parametrize(("identity", "life"), [(None, "silent"), (ELSEWHERE, "dead")])
-def test_a_silent_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, identity: dict[str, Any] | None, life: str) -> None:
+def test_a_silent_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, identity: dict[str, Any] | None, life: str, ahead_s: float, said: str
+) -> None:
     monkeypatch.setattr(status, "LOOK_S", 0.1)
-    put_state(tmp_path, time=time.time() - 300, identity=identity or process_identity(os.getpid()))
+    put_state(tmp_path, time=time.time() + ahead_s, identity=identity or process_identity(os.getpid()))
     report = report_status(tmp_path)
-    assert report.life == life and "has written no state for 5 min" in report.why
+    assert report.life == life and f"has written no state for {said}" in report.why
 
 
 def test_a_run_elsewhere_whose_clock_is_behind_runs(tmp_path: Path) -> None:
