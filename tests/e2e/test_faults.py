@@ -8,9 +8,11 @@ import contextlib
 import random
 import re
 import resource
+import shutil
 import signal
 import socket
 import sqlite3
+import struct
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +26,7 @@ import pytest
 from small_run import chat_arguments, metrics, rl_arguments
 
 from megatron_rl.engines.engine import FIRST_PORT, LAST_PORT
+from megatron_rl.report.status import report_status
 
 NUM_STEPS = 4
 WAIT_S = 600.0
@@ -160,6 +163,24 @@ def limit_memory(words: str) -> Callable[..., None]:
     return do
 
 
+def jump(run: Any, directory: Path, stack: ExitStack) -> None:
+    """Set the wall clock of the run's processes three hours forward, then five back."""
+    for words in (RANK, SCHEDULER):
+        assert any(each.path.endswith("wall_clock.so") for each in run.members(words)[0].memory_maps()), words
+    for step, hours in ((2, 3), (3, -2)):
+        set_clock(directory.parent, hours=hours)
+        assert report_status(directory).life in ("running", "late")
+        run.wait_for(number_line(step, NUM_STEPS))
+    # The rows' times show that the jumps came.
+    assert [round((metrics(directory)[step]["time"] - time.time()) / 3600) for step in (1, 2, 3)] == [0, 3, -2]
+
+
+def set_clock(directory: Path, *, hours: int) -> None:
+    """Set the clock that the fixture `clock` gives a run; in one write, at which processes may look at any time."""
+    with (directory / "clock").open("r+b", buffering=0) as file:
+        file.write(struct.pack("l", 3600 * hours))
+
+
 def nothing(run: Any, directory: Path, stack: ExitStack) -> None:
     """The fault is in the run's words."""
 
@@ -174,6 +195,7 @@ def in_sync(kind: str) -> tuple[str, ...]:
 
 KILL, STOP, NO_ROOM = signal.SIGKILL, signal.SIGSTOP, "(No space left on device|database or disk is full)"
 HANGS = f"made no step.*{ENGINE_BACK}"
+NO_FAULT = r"^(?!.*(made no step|did not answer|does not answer|died|back after))"
 FAULTS: dict[str, Fault] = {
     "rank killed": Fault(hit(KILL, RANK), RANKS_BACK, ("async", "nodes")),
     "rank killed in a sync": Fault(nothing, rf"because: Megatron rank \d died.*{RANKS_BACK}", ("sync", "async"), words=in_sync("rank")),
@@ -190,6 +212,7 @@ FAULTS: dict[str, Fault] = {
     "port stolen": Fault(steal_port, ENGINE_BACK, ("partial", "turns")),
     "reward workers killed": Fault(hit(KILL, "multiprocessing.spawn", all_of_them=True), "", ("sync", "async")),
     "tools killed": Fault(kill_tools, "", ("turns",)),
+    "clock jumps": Fault(jump, NO_FAULT, ("async", "partial")),
     "buffer locked": Fault(lock_buffer, "", ("async", "partial")),
     "network slow": Fault(nothing, "", ("colocated", "sync"), words=network("slow")),
     "network cut": Fault(nothing, "", ("sync", "async"), words=network("cut")),
@@ -210,28 +233,27 @@ FAULTS: dict[str, Fault] = {
     "node of the engine lost": Fault(lose_node("ray::EngineWorker"), ENGINE_BACK, ("nodes",)),
     "node of the ranks lost": Fault(lose_node(RANK), RANKS_BACK, ("nodes",)),
 }
+PLACES = {"disk full": "disk", "read-only": "disk", "clock jumps": "clock"}
 SOAKED = ("rank killed", "engine killed", "engine's actor killed", "port stolen", "reward workers killed", "buffer locked")
-IN_GATE = {("engine killed", "async")}
+GATE = ("reward workers killed", "buffer locked", "rank killed", "engine killed", "engine's actor killed")
 
 
 def needs_its_own(name: str) -> bool:
-    """True of a fault that needs other settings of a run, ends it, or takes a node away."""
-    return bool(FAULTS[name].words or FAULTS[name].status) or name.startswith("node of")
+    """True of a fault that needs other settings or another place of a run, ends it, or takes a node away."""
+    return bool(FAULTS[name].words or FAULTS[name].status) or name in PLACES or name.startswith("node of")
 
 
 def cases() -> list[Any]:
-    """The faults that need a run of their own, in their modes, and those of the gate."""
-    pairs = [(name, mode) for name, fault in FAULTS.items() for mode in fault.modes]
-    return [
-        pytest.param(name, mode, id=f"{name}, {mode}", marks=() if (name, mode) in IN_GATE else (pytest.mark.slow,))
-        for name, mode in pairs
-        if needs_its_own(name) or (name, mode) in IN_GATE
-    ]
+    """The faults that need a run of their own, in their modes."""
+    pairs = [(name, mode) for name, fault in FAULTS.items() for mode in fault.modes if needs_its_own(name)]
+    return [pytest.param(name, mode, id=f"{name}, {mode}") for name, mode in pairs]
 
 
-def faults_of(mode: str) -> list[str]:
-    """The other faults of a mode."""
-    return [name for name, fault in FAULTS.items() if mode in fault.modes and not needs_its_own(name)]
+def chains() -> list[Any]:
+    """The other faults of each mode, and those of the gate."""
+    by_mode = {mode: [name for name, fault in FAULTS.items() if mode in fault.modes and not needs_its_own(name)] for mode in MODES}
+    slow = [pytest.param(mode, names, id=mode, marks=pytest.mark.slow) for mode, names in by_mode.items() if names]
+    return [pytest.param("async", GATE, id="gate"), *slow]
 
 
 def number_line(step: int, num_steps: int) -> str:
@@ -250,6 +272,7 @@ def assert_nothing_lost_or_twice(directory: Path, *, mode: str, num_steps: int =
     rows, (per_step, samples) = metrics(directory), (4, 2) if mode == "turns" else (per_step, 4)
     assert list(rows) == list(range(num_steps + 1)), "no step twice, none missing"
     assert [rows[step]["weights/version"] for step in rows] == list(range(num_steps + 1))
+    assert all(0 <= value < 3600 for row in rows.values() for name, value in row.items() if name.startswith("time/"))
     with contextlib.closing(sqlite3.connect(f"file:{directory}/buffer.sqlite?mode=ro", uri=True)) as buffer:
         groups = buffer.execute("SELECT consumed_step, id, position FROM groups WHERE consumed_step IS NOT NULL").fetchall()
         trajectories = dict(buffer.execute("SELECT group_id, count(DISTINCT sample_index) FROM samples GROUP BY 1"))
@@ -264,6 +287,19 @@ def assert_nothing_lost_or_twice(directory: Path, *, mode: str, num_steps: int =
     for step, (oldest, newest) in versions.items():
         assert newest == step - 1 or mode in ("async", "partial")
         assert 0 <= oldest <= newest <= step - 1 and (oldest >= step - 2 or mode == "partial")
+
+
+@pytest.fixture
+def clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A wall clock of all processes of a run, Ray's own among them, for `set_clock`; the monotonic one is left alone, as by an operator."""
+    if shutil.which("cc") is None:
+        pytest.skip("a C compiler is missing, for wall_clock.c")
+    library = tmp_path / "wall_clock.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, Path(__file__).with_name("wall_clock.c")], check=True)
+    (tmp_path / "clock").write_bytes(bytes(8))
+    monkeypatch.setenv("WALL_CLOCK", str(tmp_path / "clock"))
+    monkeypatch.setenv("LD_PRELOAD", str(library))
+    return tmp_path
 
 
 @pytest.fixture
@@ -306,6 +342,7 @@ def begin(
     return prepare
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(("name", "mode"), cases())
 def test_a_fault_loses_nothing(
@@ -316,7 +353,7 @@ def test_a_fault_loses_nothing(
     mode: str,
 ) -> None:
     """It comes after the first step of a run, which is seen to its end."""
-    fault, place = FAULTS[name], request.getfixturevalue("disk") if name in ("disk full", "read-only") else tmp_path
+    fault, place = FAULTS[name], request.getfixturevalue(PLACES.get(name, "tmp_path"))
     starting = begin(mode, *fault.words, place=place)
     with ExitStack() as stack:
         run = starting()
@@ -335,12 +372,13 @@ def test_a_fault_loses_nothing(
         assert_returns(run, place / "run", num_engines=1)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(2400)
-@pytest.mark.parametrize("mode", [mode for mode in MODES if faults_of(mode)])
-def test_faults_one_after_the_other_lose_nothing(begin: Callable[..., Callable[..., Any]], tmp_path: Path, mode: str) -> None:
+@pytest.mark.parametrize(("mode", "names"), chains())
+def test_faults_one_after_the_other_lose_nothing(
+    begin: Callable[..., Callable[..., Any]], tmp_path: Path, mode: str, names: Sequence[str]
+) -> None:
     """Each comes three steps after the one before, when what the run says of that one is said."""
-    names, every = faults_of(mode), 3
+    every = 3
     num_steps = every * len(names) + 1
     run, took_s = begin(mode, f"run.num_steps={num_steps}", "rollout.engine_restarts=100", "runtime.restarts=100")(), dict[str, float]()
     for number, name in enumerate(names):
