@@ -44,11 +44,18 @@ def name_the_engine(url: str) -> None:
     """Let every answer say which engine gave it: a router in between passes headers of an answer on."""
     from sglang.srt.entrypoints.http_server import app
 
-    @app.middleware("http")
-    async def name(request: Any, answer: Callable[[Any], Any]) -> Any:
-        response = await answer(request)
-        response.headers[ENGINE_HEADER] = url
-        return response
+    # FastAPI's own form of this would keep the end of a client's connection from SGLang.
+    def named(inner: Callable[..., Any]) -> Callable[..., Any]:
+        async def answer(scope: Any, receive: Any, send: Callable[[Any], Any]) -> None:
+            async def send_named(message: dict[str, Any]) -> None:
+                begins = message["type"] == "http.response.start"
+                await send({**message, "headers": [*message["headers"], (ENGINE_HEADER.encode(), url.encode())]} if begins else message)
+
+            await inner(scope, receive, send_named)
+
+        return answer
+
+    app.add_middleware(named)
 
 
 def check_request(manager: "TokenizerManager", request: "GenerateReqInput", input_ids: Sequence[int] | None) -> None:
