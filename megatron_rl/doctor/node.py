@@ -149,7 +149,7 @@ class Node:
             gpus = ranks.gpus if settings.runtime.colocate else ()
             group = EngineGroup(settings, model=model, reservation=reservation, watchdog=watchdog, gpus_of_ranks=gpus)
             try:
-                addresses = group.finish_start(group.begin_start())
+                addresses = [each for each in group.finish_start(group.begin_start()) if each is not None]
                 client = EngineClient(addresses[0], request_timeout_s=ENGINE_TIMEOUT_S, control_timeout_s=ENGINE_TIMEOUT_S)
                 with watchdog.entered(client, name="connecting", owner="the engine", timeout_s=ENGINE_TIMEOUT_S):
                     pool, transport = EnginePool([client], max_requests=8), partial(make_transport, settings, ranks, reservation, addresses)

@@ -181,7 +181,7 @@ class EngineGroup:
 
     def begin_start(self) -> list[Future[EngineAddress | None]]:
         """Ask every engine to start; wait for all with `finish_start`. Those that have died are None."""
-        timeout_s, dead = start_deadline_s(self._settings.model), Future[None]()
+        timeout_s, dead = start_deadline_s(self._settings.model), Future[Any]()
         dead.set_result(None)
         # One without a watch was dead, and had not come back.
         watches = [self._watches.get(number, dead if restarts else None) for number, restarts in enumerate(self._restarts)]
