@@ -166,18 +166,18 @@ class EngineClient:
             raise EngineError(f"the engine at {self.address.url} answered {len(asked)} samples with {str(answers)[:200]!r}")
         return answers
 
-    async def _ask_together(self, own: Sequence[_Asked]) -> list[Any]:
+    async def _ask_together(self, asked: Sequence[_Asked]) -> list[Any]:
         """Ask in one HTTP call with concurrent requests; after a joint refusal, ask alone."""
         if self._together is None:
             collected: list[Sequence[_Asked]] = []
             self._together = collected, _noted(asyncio.create_task(self._ask_collected(collected)))
         requests, task = self._together
         first = sum(map(len, requests))
-        requests.append(own)
-        if first + len(own) >= MAX_TOGETHER:
+        requests.append(asked)
+        if first + len(asked) >= MAX_TOGETHER:
             self._together = None
         answers = await asyncio.shield(task)
-        return await self._ask(own) if answers is None else answers[first : first + len(own)]
+        return await self._ask(asked) if answers is None else answers[first : first + len(asked)]
 
     async def _ask_collected(self, requests: Sequence[Sequence[_Asked]]) -> list[Any] | None:
         """Return the answers to `requests`, collected until this task has its first turn.
@@ -361,7 +361,7 @@ class EngineClient:
         except aiohttp.ClientError as error:
             raise EngineError(f"the engine at {url} cannot be reached for {path} ({attempts} attempts): {error}") from error
         except TimeoutError as error:
-            see = "; see model.deadline_s" if timeout_s in (self._request_timeout_s, self._control_timeout_s) else ""
+            see = "; see model.deadline_s" if timeout_s in (self._request_timeout_s, self._control_timeout_s, self._control_timeout_s / 2) else ""
             raise DeadlineError(f"the engine at {url} did not answer {path} within {timeout_s:g} s{see}") from error
 
     async def _attempt(self, method: str, path: str, body: Mapping[str, Any] | None, *, pooled: bool) -> Any:

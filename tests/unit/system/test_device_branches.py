@@ -68,6 +68,7 @@ THE_SAME_ON_A_GPU: dict[str, str] = {
     "models/unavailable_fields.py ": "how another setting is called",
     "algorithms/head_statistics.py ": "the size of a chunk",
     "algorithms/log_prob.py ": "the size of a chunk",
+    "engines/received_deltas.py Merge.rest": "memory that is given back between syncs",
     "engines/received_deltas.py pack": "where the changed elements are",
     "weights/deltas.py Deltas.messages": "where the weights are",
     "weights/deltas.py keep": "the elements are compared where the weights are",
