@@ -361,7 +361,8 @@ class EngineClient:
         except aiohttp.ClientError as error:
             raise EngineError(f"the engine at {url} cannot be reached for {path} ({attempts} attempts): {error}") from error
         except TimeoutError as error:
-            see = "; see model.deadline_s" if timeout_s in (self._request_timeout_s, self._control_timeout_s, self._control_timeout_s / 2) else ""
+            derived_s = (self._request_timeout_s, self._control_timeout_s, self._control_timeout_s / 2)
+            see = "; see model.deadline_s" if timeout_s in derived_s else ""
             raise DeadlineError(f"the engine at {url} did not answer {path} within {timeout_s:g} s{see}") from error
 
     async def _attempt(self, method: str, path: str, body: Mapping[str, Any] | None, *, pooled: bool) -> Any:
