@@ -58,6 +58,8 @@ EXTRAS_REQUIRE = {
     "test": [
         # A client of the endpoint for agents.
         "anthropic>=2.12",
+        # For rollout.sglang.router: the release that its traps were measured with, and the newest.
+        "sglang-router==0.3.2",
         "pytest>=8.2",
         "pytest-timeout>=2.3",
         "pytest-xdist>=3.6",
@@ -72,8 +74,6 @@ EXTRAS_REQUIRE = {
     "tasks": ["reasoning-gym>=0.1.25,<0.2"],
     # Charts and tables of report.html, which has a picture without them: altair with vl-convert's Vega, the bundle of itables.
     "report": ["altair>=6.3,<7", "itables>=2.9.1,<3", "vl-convert-python>=1.9"],
-    # SGLang's router for rollout.sglang.router: the newest release, and the one that its traps were measured with.
-    "router": ["sglang-router==0.3.2"],
     "wandb": ["wandb>=0.17"],
 }
 

@@ -195,7 +195,7 @@ def in_sync(kind: str) -> tuple[str, ...]:
 
 KILL, STOP, NO_ROOM = signal.SIGKILL, signal.SIGSTOP, "(No space left on device|database or disk is full)"
 HANGS = f"made no step.*{ENGINE_BACK}"
-NO_FAULT = r"^(?!.*(made no step|did not answer|does not answer|died|back after))"
+NO_FAULT = r"^(?!.*(made no step|did not answer|does not answer|died|back after|has taken \d{4}))"
 FAULTS: dict[str, Fault] = {
     "rank killed": Fault(hit(KILL, RANK), RANKS_BACK, ("async", "nodes")),
     "rank killed in a sync": Fault(nothing, rf"because: Megatron rank \d died.*{RANKS_BACK}", ("sync", "async"), words=in_sync("rank")),

@@ -1,4 +1,4 @@
-"""SGLang's own router between a pool and two real servers; needs sglang-router."""
+"""SGLang's own router between a pool and two real servers."""
 
 import asyncio
 import re
@@ -23,7 +23,7 @@ from megatron_rl.engines.server_args import server_arguments
 from megatron_rl.engines.sglang_router import Router
 from megatron_rl.errors import EngineError, EngineRefusal
 
-pytest.importorskip("sglang_router")
+pytestmark = pytest.mark.slow
 Engines = list[tuple[Engine, EngineAddress]]
 GREEDY = Sampling(temperature=0.0, max_tokens=8)
 
@@ -126,7 +126,6 @@ def test_an_engine_that_lies_is_retired_and_not_the_other(engines: Engines, tmp_
     asyncio.run(work())
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_run_through_the_router_is_the_run_without(task: Path, tmp_path: Path, start: Callable[..., Any]) -> None:
     """Engines are deterministic: also after the deaths of an engine and of the router, every metric and weight is the same."""
