@@ -7,6 +7,7 @@ JSON object: a process list would show the key.
 """
 
 import asyncio
+import contextlib
 import importlib
 import json
 import math
@@ -87,17 +88,20 @@ class Router(EngineClient):
     async def _settle(self) -> None:
         """Let the router have the usable engines and no others; start it where it does not run."""
         async with self._settling:
-            if self._process is None or self._process.poll() is not None:
-                await self._start()
             until_s, asked = time.monotonic() + LISTED_S, set[str]()
-            while (usable := self._pool.usable).keys() != self._ids.keys():
+            while self._process is None or self._process.poll() is not None or self._pool.usable.keys() != self._ids.keys():
+                if self._process is None or self._process.poll() is not None:
+                    await self._start()
+                    until_s, asked = time.monotonic() + LISTED_S, set()
+                usable = self._pool.usable
                 for url in usable.keys() - self._ids.keys() if time.monotonic() > until_s else ():
                     self._pool.retire(usable[url], EngineError(f"SGLang's router did not take the engine at {url} in {LISTED_S:g} s"))
-                for url in self._ids.keys() - usable.keys():
-                    await self._call("DELETE", f"/workers/{self._ids[url]}", timeout_s=ENGINE_CONTROL_S)
-                for url in usable.keys() - self._ids.keys() - asked:
-                    await self._call("POST", "/workers", {"url": url, "api_key": usable[url].address.api_key}, timeout_s=ENGINE_CONTROL_S)
-                asked |= usable.keys()
+                with contextlib.suppress(EngineError, DeadlineError):  # a router that ends just now
+                    for url in self._ids.keys() - usable.keys():
+                        await self._call("DELETE", f"/workers/{self._ids[url]}", timeout_s=ENGINE_LOAD_S)
+                    for url in usable.keys() - self._ids.keys() - asked:
+                        await self._call("POST", "/workers", {"url": url, "api_key": usable[url].address.api_key}, timeout_s=ENGINE_LOAD_S)
+                        asked.add(url)
                 await asyncio.sleep(POLL_S / 5)
                 await self.load()
 
@@ -124,7 +128,8 @@ class Router(EngineClient):
             for call in calls:
                 call.cancel()
 
-    _ask_together = _ask
+    async def _ask_together(self, own: Sequence[dict[str, Any]]) -> list[Any]:
+        return await self._ask(own)
 
     async def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float, attempts: int = 1) -> Any:
         try:
