@@ -75,9 +75,9 @@ class AgentRollout(EnvironmentRollout):
         conversation.order()
         last = conversation.turns[-1]
         request = session.requests[last]
-        calls = [call for turn in conversation.turns for call in turn.message.get("tool_calls", ())]
-        notes = Notes()
-        counts = {"num_calls": len(calls), "num_errors": sum("error" in call for call in calls)}
+        notes, num_unread = Notes(), sum(turn.num_unread for turn in conversation.turns)
+        num_read = sum(len(turn.message.get("tool_calls", ())) for turn in conversation.turns)
+        counts = {"num_calls": num_read + num_unread, "num_errors": num_unread}
         notes.add({**answer, **counts}, content=last.message["content"])
         finished = request.messages and last.stop is None and last in conversation.finished
         notes.end(conversation.structure_difference([*request.messages, last.message], tools=request.tools) if finished else None)

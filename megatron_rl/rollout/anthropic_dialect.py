@@ -10,8 +10,6 @@ from megatron_rl.rollout.dialects import MODEL, Fields, Request, RequestRefusal,
 from megatron_rl.types import Message, StopReason
 
 _ERRORS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 500: "api_error"}
-_UNREADABLE = "unreadable"
-"""The one key of a call's input where the policy's arguments are no JSON object, which this dialect cannot hold."""
 
 
 class Messages:
@@ -108,8 +106,7 @@ def _read_use(use: Mapping[str, Any], *, where: str) -> dict[str, Any]:
     given = use.get("input")
     if not isinstance(given, dict) or not isinstance(use.get("name"), str):
         raise RequestRefusal(f"{where} has the tool_use {use!r:.60}, needs a name and an input")
-    arguments = given[_UNREADABLE] if set(given) == {_UNREADABLE} else given
-    return {"id": str(use.get("id")), "type": "function", "function": {"name": use["name"], "arguments": arguments}}
+    return {"id": str(use.get("id")), "type": "function", "function": {"name": use["name"], "arguments": given}}
 
 
 def _blocks(turn: Turn, request: Request) -> list[dict[str, Any]]:
@@ -121,9 +118,7 @@ def _blocks(turn: Turn, request: Request) -> list[dict[str, Any]]:
     if message["content"] or not calls:
         blocks.append({"type": "text", "text": message["content"]})
     for call in calls:
-        arguments = call["function"]["arguments"]
-        given = arguments if isinstance(arguments, dict) else {_UNREADABLE: arguments}
-        blocks.append({"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": given})
+        blocks.append({"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": call["function"]["arguments"]})
     return blocks
 
 

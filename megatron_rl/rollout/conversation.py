@@ -41,6 +41,7 @@ class Turn:
     `history` has the messages before and the answer, each as JSON text. A turn without `parent`
     begins a branch. `num_known` answers had ended when the turn was asked for. `message` is the
     answer as read by the renderer, cut at `stop`, the stop string of the request that ended the answer.
+    `num_unread` calls of it could not be read and are text.
     """
 
     parent: "Turn | None"
@@ -50,6 +51,7 @@ class Turn:
     history: tuple[str, ...]
     num_known: int = 0
     stop: str | None = None
+    num_unread: int = 0
 
     @property
     def token_ids(self) -> Ints:
@@ -97,15 +99,16 @@ class Conversation:
         self.turns.append(turn)
         return turn
 
-    async def answer(self, asked: Asked, *, sampling: Sampling, stop: Sequence[str] = ()) -> Turn:
+    async def answer(self, asked: Asked, *, sampling: Sampling, stop: Sequence[str] = (), as_served: bool = False) -> Turn:
         """Return an answer that is no turn of the tree yet, within `sampling.max_tokens` and the context.
 
-        The answer also ends at a string of `stop`, shown without it.
+        The answer also ends at a string of `stop`, shown without it. `as_served`, calls that cannot be read
+        and those without offered tools stay text, as vLLM's Hermes parser leaves them.
         """
         stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *self._renderer.get_stop_token_ids())))
         max_tokens = min(sampling.max_tokens, self.context - len(asked.prompt_ids))
         sampling = replace(sampling, max_tokens=max_tokens, stop=(*sampling.stop, *stop), stop_token_ids=stops)
-        num_known = self._num_ended
+        num_known, num_unread = self._num_ended, 0
         try:
             (generation,) = await self._generator.generate(asked.prompt_ids, sampling=sampling, session=self._session)
         finally:
@@ -115,10 +118,16 @@ class Conversation:
             message: Message = {"role": "assistant", "content": text}
         else:
             message = self._read(generation, asked.prompt_ids, asked.tools)
+            calls = message.get("tool_calls", ())
+            failed = sum("error" in call for call in calls)
+            if as_served and calls and (failed or not asked.tools):
+                num_unread = failed if asked.tools else 0
+                said = {name: value for name, value in message.items() if name != "tool_calls"}
+                message = said | {"content": self._text_of(generation)}
         content = message["content"]
         found, ended_by = min(((content.find(each), each) for each in stop if each in content), default=(len(content), None))
         message = {**message, "content": content[:found]}
-        return Turn(asked.parent, asked.prompt_ids, generation, message, (*asked.history, _key(message)), num_known, ended_by)
+        return Turn(asked.parent, asked.prompt_ids, generation, message, (*asked.history, _key(message)), num_known, ended_by, num_unread)
 
     async def rendered(self, messages: Sequence[Message], *, tools: Sequence[Message] = ()) -> Asked:
         """Return the request behind the deepest turn that `messages` extend. Raises TrajectoryError."""
@@ -192,6 +201,12 @@ class Conversation:
             fault = {} if readable else {"error": "malformed_structure" if call.status == "ok" else str(call.status)}
             calls.append({"id": name, "type": "function", "function": function} | fault)
         return message | ({"tool_calls": calls} if calls else {})
+
+    def _text_of(self, generation: Generation) -> str:
+        """Return the text of an answer behind its reasoning, with all markers but the end's."""
+        ids = generation.token_ids.tolist()
+        text = self._tokenizer.decode(ids[:-1] if ids[-1] in self._renderer.get_stop_token_ids() else ids)
+        return (text.partition("</think>")[2] or text).strip()
 
     def structure_difference(self, messages: Sequence[Message], *, tools: Sequence[Message]) -> str | None:
         """Return the first difference between the markers of the last turn's tokens and those of rendered `messages`."""

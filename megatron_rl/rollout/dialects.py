@@ -152,12 +152,6 @@ def check_messages(messages: list[dict[str, Any]]) -> list[Message]:
     return list(messages)
 
 
-def arguments_text(function: Mapping[str, Any]) -> str:
-    """Return a call's arguments as JSON text, or as the policy wrote them where they are none."""
-    arguments = function["arguments"]
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-
-
 def usage_of(turns: Sequence[Turn]) -> dict[str, int]:
     """Return the numbers of tokens; those of the prompt count once."""
     asked, made = len(turns[0].prompt_ids), sum(len(turn.generation.token_ids) for turn in turns)
@@ -277,9 +271,9 @@ def _chat_answer(message: Message) -> dict[str, Any]:
         answer["reasoning_content"] = message["reasoning_content"]
     if calls := message.get("tool_calls"):
         answer["content"] = message["content"] or None
-        functions = [{"name": call["function"]["name"], "arguments": arguments_text(call["function"])} for call in calls]
         answer["tool_calls"] = [
-            {"id": call["id"], "type": "function", "function": function} for call, function in zip(calls, functions, strict=True)
+            {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False)}}
+            for call in calls
         ]
     return answer
 

@@ -172,7 +172,8 @@ class Session:
         self.num_overridden += bool(request.others)
         limit = self._sampling.max_tokens if request.max_tokens is None else min(request.max_tokens, self._sampling.max_tokens)
         sampling = replace(self._sampling, max_tokens=limit)
-        turns = await together(self.conversation.answer(asked, sampling=sampling, stop=request.stop) for _ in range(request.count))
+        options: dict[str, Any] = {"sampling": sampling, "stop": request.stop, "as_served": True}
+        turns = await together(self.conversation.answer(asked, **options) for _ in range(request.count))
         self.conversation.turns.extend(turns)
         self.requests |= dict.fromkeys(turns, request)
         return turns

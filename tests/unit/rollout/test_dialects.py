@@ -157,10 +157,10 @@ def test_the_events_of_a_message_are_anthropics() -> None:
 
 
 def test_messages_become_the_turns_of_a_chat() -> None:
-    """Results, systems, thoughts and unreadable calls of Anthropic's dialect give the tree that OpenAI's would."""
+    """Results, systems and thoughts of Anthropic's dialect give the tree that OpenAI's would."""
 
     async def work() -> None:
-        async with served([SAID, call("add", "{a"), "It is 4. STOP and on"]) as one:
+        async with served([SAID, call("add", "{}"), "It is 4. STOP and on"]) as one:
             messages: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "Hi."}]}]
             body = {"model": "policy", "max_tokens": 100, "system": [{"type": "text", "text": "Be."}], "tools": [ANTHROPIC_TOOL]}
             for _ in range(2):
@@ -169,7 +169,7 @@ def test_messages_become_the_turns_of_a_chat() -> None:
                 use = answer["content"][-1]
                 result = {"type": "tool_result", "tool_use_id": use["id"], "content": [{"type": "text", "text": "4"}]}
                 messages += [{"role": "assistant", "content": answer["content"]}, {"role": "user", "content": [result]}]
-            assert "unreadable" in use["input"]
+            assert use["input"] == {}
             assert [block["type"] for block in messages[1]["content"]] == ["text", "tool_use"]
             _, answer = await one.post("/v1/messages", {**body, "messages": messages, "stop_sequences": ["STOP"]})
             assert answer["content"] == [{"type": "text", "text": "It is 4. "}]
@@ -189,6 +189,35 @@ def test_messages_become_the_turns_of_a_chat() -> None:
             assert (await one.post("/v1/messages/count_tokens", long))[1]["input_tokens"] > 5000
             assert (answer["type"], answer["error"]["type"]) == ("error", "invalid_request_error")
             assert len(one.session.conversation.turns) == 3
+
+    run(work())
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "messages"])
+@pytest.mark.parametrize(("said", "tools"), [(call("add", "{a"), True), (SAID + call("add", "[1]"), True), (SAID, False)])
+def test_what_is_no_offered_call_stays_text(path: str, said: str, tools: bool) -> None:
+    """The request that repeats the text continues behind the tokens as sampled."""
+
+    async def work() -> None:
+        async with served([said, "Sorry."]) as one:
+            chat = path != "messages"
+            body = {"model": "policy", "max_tokens": 200, "tools": [OPENAI_TOOL if chat else ANTHROPIC_TOOL] * tools}
+            status, answer = await one.post(f"/v1/{path}", {**body, "messages": [USER]})
+            text = said.removeprefix("<think>\nso\n</think>\n\n")
+            if chat:
+                (choice,) = answer["choices"]
+                message, end = choice["message"], choice["finish_reason"]
+                assert message["content"] == text and "tool_calls" not in message
+            else:
+                message, end = {"role": "assistant", "content": answer["content"]}, answer["stop_reason"]
+                assert answer["content"] == [{"type": "text", "text": text}]
+            assert (status, end) == (200, "stop" if chat else "end_turn")
+            await one.post(f"/v1/{path}", {**body, "messages": [USER, message, {"role": "user", "content": "Again."}]})
+            first, second = one.session.conversation.turns
+            assert first.num_unread == int(tools)
+            if "<think>" not in said:
+                assert second.parent is first
+                assert one.policy.asked[1][: len(first.token_ids)] == first.token_ids.tolist()
 
     run(work())
 

@@ -309,7 +309,7 @@ def test_completions_continue_behind_their_own_tokens() -> None:
 
 def test_calls_keep_the_tokens_before() -> None:
     async def work() -> None:
-        async with served([call("add", '{"a":  1}'), call("add", "{a"), "Four."]) as one:
+        async with served([call("add", '{"a":  1}'), call("add", "{}"), "Four."]) as one:
             tools = [{"type": "function", "function": {**ADD, "strict": True}}]
             messages: list[Any] = [USER]
             for number in range(2):
@@ -333,14 +333,15 @@ def test_calls_keep_the_tokens_before() -> None:
 
 @pytest.mark.parametrize("said", ["\\ud800", "1", "a"])
 def test_a_clients_copy_of_any_call_is_read(said: str) -> None:
-    """Also of arguments that no reader of JSON takes, as a client sends back what the policy wrote."""
+    """Also of a call that no reader of JSON takes, which is text."""
 
     async def work() -> None:
         async with served([call("add", f'{{"a": "{said}"}}'), "Four."]) as one:
             tools = [{"type": "function", "function": ADD}]
             _, answer = await one.chat(tools=tools)
             message = answer["choices"][0]["message"]
-            result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "4"}
+            calls = message.get("tool_calls")
+            result = {"role": "tool", "tool_call_id": calls[0]["id"], "content": "4"} if calls else USER
             assert (await one.chat(USER, message, result, tools=tools))[0] == 200
             first, second = one.session.conversation.turns
             assert second.parent is first
