@@ -152,6 +152,12 @@ class RolloutTrial:
         except UserError as error:
             raise UserError(f"{self._name}: {error}") from error
 
+    @property
+    def has_unrewarded_end(self) -> bool:
+        """Return True where a trajectory was ended by its environment or agent, without a reward."""
+        ended = (each for each in self.samples if "num_turns" in each.metadata and each.stop_reason is StopReason.STOP)
+        return any(each.reward is None for each in ended)
+
     def check_trained(self) -> None:
         """Check that each sample has a trained token, each from the engine with log-prob and version."""
         for sample in self.samples:

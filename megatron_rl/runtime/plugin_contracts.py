@@ -31,6 +31,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.plugins.kinds import KINDS, PluginKind
 from megatron_rl.plugins.loader import is_agent, load, without_exits
 from megatron_rl.rewards.runner import RewardRunner
+from megatron_rl.rollout.environment_call import Answer
 from megatron_rl.rollout.environment_host import Environments
 from megatron_rl.rollout.group_choice import load_filter
 from megatron_rl.rollout.rollout_trial import RolloutTrial, prompt_of
@@ -76,6 +77,9 @@ def check(
             lacks_row = data is None and kind in takes_row and "KeyError" in str(error)
             yield Check(promise, "broken", str(error), fix="give --data FILE, whose first row has the fields" if lacks_row else "")
             return
+        if isinstance(following, Check):
+            yield following
+            continue
         if promise is not None:
             yield Check(promise)
         if following is None:
@@ -90,8 +94,8 @@ def require(path: str, kind: PluginKind, args: Mapping[str, Any]) -> None:
             raise UserError(found.text)
 
 
-Attempts = Iterator[str]
-"""Promises in words. What follows each one tries it, and raises UserError where it is broken."""
+Attempts = Iterator[str | Check]
+"""Promises in words, and notes. What follows a promise tries it, and raises UserError where it is broken."""
 
 
 def _try_reward(path: str, args: Mapping[str, Any], model: Path | None, row: Row | None) -> Attempts:
@@ -124,25 +128,28 @@ def _try_environment(path: str, args: Mapping[str, Any], model: Path | None, row
     prompt = prompt_of(row)
     call = {"id": "call_0", "type": "function", "function": {"name": "no_such_tool", "arguments": {}}}
 
-    def answers(*messages: Message) -> None:
-        async def work() -> None:
+    def last_answer(*messages: Message) -> Answer:
+        async def work() -> Answer:
             async with environments.open() as home:
-                answered = [await home.reset(prompt), *[await home.answer(message) for message in messages]]
-            for answer in answered:
-                if "cause" in answer:
-                    raise UserError(f"rollout.environment {path} failed: {answer['headline']}\n{answer['trace']}".rstrip())
+                for asked in (prompt, *messages):
+                    answer = await (home.reset(asked) if isinstance(asked, Prompt) else home.answer(asked))
+                    if "cause" in answer:
+                        raise UserError(f"rollout.environment {path} failed: {answer['headline']}\n{answer['trace']}".rstrip())
+            return answer
 
         try:
-            asyncio.run(asyncio.wait_for(work(), PLUGIN_PROBE_S))
+            return asyncio.run(asyncio.wait_for(work(), PLUGIN_PROBE_S))
         except TimeoutError as error:
             raise UserError(f"rollout.environment {path} has not answered after {PLUGIN_PROBE_S:.0f} s; look what it waits for") from error
 
     with Environments(path, args) as environments:
         calls = [call, *(call | {"function": {"name": tool["name"], "arguments": {}}} for tool in environments.tools)]
         yield "it begins with a prompt and answers a message"
-        answers({"role": "assistant", "content": "4"})
+        last = last_answer({"role": "assistant", "content": "4"})
+        if last["done"] and not last["parts"]:
+            yield Check("an end has a reward", "note", "the answer '4' ended it without one, so that a run needs reward.function")
         yield "a call that no tool takes gets an answer"
-        answers(*({"role": "assistant", "content": "", "tool_calls": [each]} for each in calls))
+        last_answer(*({"role": "assistant", "content": "", "tool_calls": [each]} for each in calls))
     if model is not None:
         yield from _rollout_promises(RolloutSettings(environment=path, args=dict(args)), model, row)
 

@@ -127,7 +127,9 @@ def preflight(
         checks.append(partial(check_answers, runtime.ray_address))
     if not settings.rollout.is_single_turn and generates:
         need_experts = settings.training.routing_replay
-        checks.append(partial(_check_own_rollout, settings.rollout, model.path, data, seed=run.seed, need_experts=need_experts))
+        must_reward = settings.reward.function is None
+        own = partial(_check_own_rollout, settings.rollout, model.path, data, seed=run.seed, need_experts=need_experts)
+        checks.append(partial(own, must_reward=must_reward))
     return _run_checks(checks, setting_notes(settings))
 
 
@@ -293,8 +295,13 @@ def _check_rollout(rollout: RolloutSettings, model: Path, *, directory: Path, re
         require(rollout.filter.function, "filter", rollout.filter.args)
 
 
-def _check_own_rollout(rollout: RolloutSettings, model: Path, data: DataSettings, *, seed: int, need_experts: bool) -> list[str]:
-    """Try the user's own rollout on the first row with a scripted engine and the model's tokenizer; note an environment's renderer."""
+def _check_own_rollout(
+    rollout: RolloutSettings, model: Path, data: DataSettings, *, seed: int, need_experts: bool, must_reward: bool
+) -> list[str]:
+    """Try the user's own rollout on the first row with a scripted engine and the model's tokenizer.
+
+    Note an environment's renderer, and an end without the reward that it must give.
+    """
     tokenizer = load_tokenizer(model)
     if not data.sources:
         (row,) = OwnRows(settings=data, seed=seed, need_response=False).first(1)
@@ -307,7 +314,10 @@ def _check_own_rollout(rollout: RolloutSettings, model: Path, data: DataSettings
     if not rollout.is_hosted:
         return []
     chosen = choose_renderer(tokenizer, model_type=model_type(model), name=rollout.renderer)
-    return [f"{'rollout.environment' if rollout.agent is None else 'rollout.agent'} takes the renderer {chosen.name}: {chosen.note}"]
+    name = "rollout.environment" if rollout.agent is None else "rollout.agent"
+    lacks = must_reward and trial.has_unrewarded_end
+    unrewarded = [f"{name} ended a trial without a reward, and reward.function is null: give one, or set it"] if lacks else []
+    return [f"{name} takes the renderer {chosen.name}: {chosen.note}", *unrewarded]
 
 
 def _check_reward(reward: RewardSettings) -> None:

@@ -21,6 +21,9 @@ class Keyed(Environment):
 
     def step(self, *, message):
         return Reply(done=True, reward=self.weight)
+
+class Bare(Environment):
+    pass
 """
 
 
@@ -37,3 +40,10 @@ def test_a_plugin_is_tried_on_a_row_with_its_fields(
     assert main([*words, "--data", str(tmp_path / "none.jsonl")]) == 2 and "none.jsonl does not exist" in capsys.readouterr().err
     assert main(["check-plugin", "plugins_by_row:good", "--kind", "filter", "--data", str(rows)]) == 2
     assert "--data is" in (said := capsys.readouterr().err) and "the kind filter gets no prompt; leave it out" in said
+
+
+def test_an_end_without_a_reward_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "plugins_by_row.py").write_text(PLUGINS)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["check-plugin", "plugins_by_row:Bare"]) == 0
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("note") and "reward.function" in line]
