@@ -129,9 +129,14 @@ def _try_environment(path: str, args: Mapping[str, Any], model: Path | None, row
     call = {"id": "call_0", "type": "function", "function": {"name": "no_such_tool", "arguments": {}}}
 
     def last_answer(*messages: Message) -> Answer:
+        part = "reset"
+
         async def work() -> Answer:
+            nonlocal part
             async with environments.open() as home:
                 for asked in (prompt, *messages):
+                    if not isinstance(asked, Prompt):
+                        part = f"the tool {asked['tool_calls'][0]['function']['name']}" if "tool_calls" in asked else "step"
                     answer = await (home.reset(asked) if isinstance(asked, Prompt) else home.answer(asked))
                     if "cause" in answer:
                         raise UserError(f"rollout.environment {path} failed: {answer['headline']}\n{answer['trace']}".rstrip())
@@ -140,7 +145,8 @@ def _try_environment(path: str, args: Mapping[str, Any], model: Path | None, row
         try:
             return asyncio.run(asyncio.wait_for(work(), PLUGIN_PROBE_S))
         except TimeoutError as error:
-            raise UserError(f"rollout.environment {path} has not answered after {PLUGIN_PROBE_S:.0f} s; look what it waits for") from error
+            waits = f"has not ended {part} after {PLUGIN_PROBE_S:.0f} s"
+            raise UserError(f"rollout.environment {path} {waits}; look what it waits for") from error
 
     with Environments(path, args) as environments:
         calls = [call, *(call | {"function": {"name": tool["name"], "arguments": {}}} for tool in environments.tools)]

@@ -6,7 +6,9 @@ import pytest
 
 from megatron_rl.cli import main
 
-PLUGINS = """
+PLUGINS = '''
+import time
+
 from megatron_rl import Environment, Reply
 
 def good(*, sample):
@@ -24,7 +26,25 @@ class Keyed(Environment):
 
 class Bare(Environment):
     pass
-"""
+
+class Late(Environment):
+    def __init__(self, *, part: str):
+        self.part = part
+
+    def reset(self, *, prompt):
+        time.sleep(20 * (self.part == "reset"))
+
+    def wait(self) -> str:
+        """Wait."""
+        time.sleep(20 * (self.part == "the tool wait"))
+        return "4"
+
+    tools = (wait,)
+
+    def step(self, *, message):
+        time.sleep(20 * (self.part == "step"))
+        return Reply(done=True, reward=0)
+'''
 
 
 @pytest.mark.parametrize("name", ["of_a_row", "Keyed"])
@@ -40,6 +60,17 @@ def test_a_plugin_is_tried_on_a_row_with_its_fields(
     assert main([*words, "--data", str(tmp_path / "none.jsonl")]) == 2 and "none.jsonl does not exist" in capsys.readouterr().err
     assert main(["check-plugin", "plugins_by_row:good", "--kind", "filter", "--data", str(rows)]) == 2
     assert "--data is" in (said := capsys.readouterr().err) and "the kind filter gets no prompt; leave it out" in said
+
+
+@pytest.mark.parametrize("part", ["reset", "step", "the tool wait"])
+def test_the_part_without_an_answer_is_named(
+    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "plugins_by_row.py").write_text(PLUGINS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("megatron_rl.runtime.plugin_contracts.PLUGIN_PROBE_S", 3.0)
+    assert main(["check-plugin", "plugins_by_row:Late", "--args", f"part={part}"]) == 2
+    assert f"has not ended {part} after 3 s" in capsys.readouterr().out
 
 
 def test_an_end_without_a_reward_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
