@@ -125,13 +125,13 @@ class PromptSource:
         return [*found, *self._repetition_note(), *(self._label_note() if labelled else [])]
 
     def _repetition_note(self) -> list[str]:
-        """Return a note about rows that repeat a prompt, where there are some."""
+        """Return a note about rows that repeat the text of a prompt, where there are some."""
         _, firsts, inverse = np.unique(self.known.keys, return_index=True, return_inverse=True)
         again = np.flatnonzero(firsts[inverse] != np.arange(len(inverse)))
         if not again.size:
             return []
         where = f"{self.known[again[0]].origin} is that of {self.known[firsts[inverse[again[0]]]].origin}"
-        return [f"{len(again)} of {counted(len(self.known), 'row')} of {self.name} repeat a prompt: {where}"]
+        return [f"{len(again)} of {counted(len(self.known), 'row')} of {self.name} repeat the text of a prompt: {where}"]
 
     def _label_note(self) -> list[str]:
         """Return a note about rows without a label, where there are some."""
@@ -323,11 +323,11 @@ def template_variables(tokenizer: "PreTrainedTokenizerBase") -> frozenset[str]:
 
 
 def overlap_note(train: PromptSource, held_out: PromptSource) -> str | None:
-    """Return a note about prompts of the held-out rows among those to train on; None without any."""
+    """Return a note about texts of held-out prompts among those to train on; None without any."""
     both = np.flatnonzero(np.isin(held_out.known.keys, train.known.keys))
     if not both.size:
         return None
-    which = f"{len(both)} of {counted(len(held_out.known), 'prompt')} of {held_out.name} are also trained on"
+    which = f"{len(both)} of {counted(len(held_out.known), 'prompt')} of {held_out.name} have a text that is also trained on"
     first = int(np.argmax(train.known.keys == held_out.known.keys[both[0]]))
     return f"{which}, the first is {held_out.known[both[0]].origin}, in {train.known[first].origin}"
 

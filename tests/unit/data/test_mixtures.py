@@ -256,11 +256,11 @@ def test_repeated_and_held_out_prompts_are_counted(read: Read, tmp_path: Path) -
     train = lines(tmp_path / "a.jsonl", *({"prompt": text, "label": "1"} for text in ("1 + 1", "2", " 1  +  1 ", "3")))
     held_out = lines(tmp_path / "b.jsonl", *({"prompt": text, "label": "1"} for text in ("7", "3 ", "1 + 1")))
     notes = read(train, f"eval.sets.b={held_out}").notes
-    assert f"1 of 4 rows of {train} repeat a prompt: {train}:3 is that of {train}:1" in notes
-    assert f"2 of 3 prompts of {held_out} are also trained on, the first is {held_out}:2, in {train}:4" in notes
+    assert f"1 of 4 rows of {train} repeat the text of a prompt: {train}:3 is that of {train}:1" in notes
+    assert f"2 of 3 prompts of {held_out} have a text that is also trained on, the first is {held_out}:2, in {train}:4" in notes
     chats = [[{"role": "user", "content": text}] for text in ("\u00c4 is\n1?", "\u00e4 is 1?\n", "\u00e4is 1?")]
     path = lines(tmp_path / "chats.jsonl", *({"prompt": chat, "label": "1"} for chat in chats))
-    assert f"1 of 3 rows of {path} repeat a prompt: {path}:2 is that of {path}:1" in read(path).notes
+    assert f"1 of 3 rows of {path} repeat the text of a prompt: {path}:2 is that of {path}:1" in read(path).notes
 
 
 def test_a_system_prompt_comes_before_chats_without_one(read: Read, tmp_path: Path) -> None:
