@@ -104,7 +104,8 @@ def kind_of(path: str) -> PluginKind:
     fitting: list[PluginKind] = [kind for kind, spec in kinds.items() if named >= set(spec.arguments)]
     if len(fitting) != 1:
         forms = "; ".join(f"{kind}({', '.join(spec.arguments)})" for kind, spec in (*KINDS.items(), ("rollout", AGENT)))
-        raise UserError(f"plug-in {path} takes {', '.join(named) or 'nothing'}, needs the arguments of one kind: {forms}; or give --kind")
+        fix = "write `class Name(Environment)`, or give --kind" if inspect.isclass(function) else "or give --kind"
+        raise UserError(f"plug-in {path} takes {', '.join(named) or 'nothing'}, needs the arguments of one kind: {forms}; {fix}")
     return fitting[0]
 
 

@@ -27,6 +27,9 @@ class Keyed(Environment):
 class Bare(Environment):
     pass
 
+class Loose:
+    tools = ()
+
 class Late(Environment):
     def __init__(self, *, part: str):
         self.part = part
@@ -78,3 +81,10 @@ def test_an_end_without_a_reward_is_noted(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.syspath_prepend(tmp_path)
     assert main(["check-plugin", "plugins_by_row:Bare"]) == 0
     assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("note") and "reward.function" in line]
+
+
+def test_a_class_of_no_kind_is_told_the_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "plugins_by_row.py").write_text(PLUGINS)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["check-plugin", "plugins_by_row:Loose"]) == 2
+    assert "write `class Name(Environment)`, or give --kind" in capsys.readouterr().err
