@@ -134,7 +134,8 @@ def _try_environment(path: str, args: Mapping[str, Any], model: Path | None, row
         async def work() -> Answer:
             nonlocal part
             async with environments.open() as home:
-                for asked in (prompt, *messages):
+                requests: tuple[Prompt | Message, ...] = (prompt, *messages)
+                for asked in requests:
                     if not isinstance(asked, Prompt):
                         part = f"the tool {asked['tool_calls'][0]['function']['name']}" if "tool_calls" in asked else "step"
                     answer = await (home.reset(asked) if isinstance(asked, Prompt) else home.answer(asked))
