@@ -9,6 +9,7 @@ import json
 import math
 import threading
 import traceback
+import typing
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from megatron_rl.plugins.environment import Environment, Reply, ToolError
 from megatron_rl.plugins.loader import arguments_model
 from megatron_rl.types import Message, Prompt
 
+NO_TEXT = (int, float, bool, bytes, list, tuple, set, dict, None)
 Answer = dict[str, Any]
 """A reply in plain values: messages, done, parts of the reward, num_calls and num_errors of tools; or cause, headline and trace."""
 
@@ -35,7 +37,7 @@ class Tool:
 
 
 def tools_of(environment: type[Environment]) -> dict[str, Tool]:
-    """Return the tools by name. Raises UserError for no tool, and an unusable annotation."""
+    """Return the tools by name. Raises UserError for no tool, and an unusable annotation, also of the result."""
     found: dict[str, Tool] = {}
     if not isinstance(environment.tools, Sequence):
         raise UserError(f"{environment.__qualname__}.tools is {environment.tools!r:.80}, needs a tuple of methods such as `(add,)`")
@@ -47,7 +49,11 @@ def tools_of(environment: type[Environment]) -> dict[str, Tool]:
             raise UserError(
                 f"{owner} has the name of another tool, or of an attribute of every Environment, needs one of its own; rename it"
             )
-        parameters = {name: each for name, each in inspect.signature(function).parameters.items() if name != "self"}
+        signature = inspect.signature(function)
+        returned = signature.return_annotation
+        if (typing.get_origin(returned) or returned) in NO_TEXT:
+            raise UserError(f"{owner} returns {inspect.formatannotation(returned)}, needs a string or a Reply; write `-> str`")
+        parameters = {name: each for name, each in signature.parameters.items() if name != "self"}
         for name, each in parameters.items():
             if each.annotation is each.empty:
                 raise UserError(
@@ -84,7 +90,7 @@ class EnvironmentCall:
             self._environment.prompt = prompt
             messages = await self._result(self._environment.reset, alone=True, prompt=prompt)
             messages = prompt.messages if messages is None else messages
-            if not isinstance(messages, Sequence):
+            if isinstance(messages, str) or not isinstance(messages, Sequence):
                 raise TrajectoryError("contract", f"reset returned {messages!r:.60}, needs a list of messages, or None")
             for message in messages:
                 if (

@@ -7,6 +7,7 @@ environment starts in milliseconds; a hang, a crash or a limit of memory costs t
 import asyncio
 import contextlib
 import ctypes
+import faulthandler
 import gc
 import json
 import os
@@ -278,6 +279,7 @@ def _live(connection: socket.socket, call: EnvironmentCall, *, prctl: Callable[.
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, most_bytes))
+        faulthandler.enable()  # the log has the stack of a crash
         with connection.makefile("rwb") as stream, asyncio.Runner() as runner:
             stream.write(b"%d\n" % os.getpid())
             stream.flush()

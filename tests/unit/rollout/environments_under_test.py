@@ -264,6 +264,16 @@ class One(Environment):
 Reset, PromptTool, Many, Placed, Twice = (_with_tools(*tools) for tools in ((reset,), (prompt,), (many,), (placed,), (same, same)))
 
 
+class Counting(Environment):
+    """A tool whose result is no text."""
+
+    def count(self) -> int:
+        """Count."""
+        return 1
+
+    tools = (count,)
+
+
 class Untyped(Environment):
     """A tool that says nothing of its argument."""
 

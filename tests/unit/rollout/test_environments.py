@@ -165,7 +165,7 @@ def test_first_messages_of_no_use_are_against_the_contract(name: str) -> None:
             ("bare", "reset returned the message {'role': 'user'}, needs the strings 'role' and 'content'"),
             ("role", "needs the strings 'role' and 'content'"),
             ("parts", "needs the strings 'role' and 'content'"),
-            ("words", "reset returned the message 'H', needs"),
+            ("words", "reset returned 'Hi.', needs"),
             ("number", "reset returned 5, needs a list of messages, or None"),
             ("bytes", "JSON can hold (Object of type bytes is not JSON serializable), needs text, finite numbers"),
             ("set", "Object of type set"),
@@ -383,6 +383,8 @@ def wait_until_gone(pid: int) -> None:
 def test_unusable_classes_are_refused() -> None:
     with pytest.raises(UserError, match=r"the tool Untyped\.look.*where.*no annotation"):
         Environments("environments_under_test:Untyped", {})
+    with pytest.raises(UserError, match=r"the tool Counting\.count returns int, needs a string or a Reply; write `-> str`"):
+        Environments("environments_under_test:Counting", {})
     with pytest.raises(UserError, match=r"rollout\.environment environments_under_test:said.*does not exist"):
         load("environments_under_test:said", kind="environment")
     with pytest.raises(UserError, match=r"rollout\.environment pathlib:Path.*subclass of megatron_rl\.Environment"):
