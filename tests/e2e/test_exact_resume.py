@@ -199,7 +199,7 @@ def whole(task: Path, tmp_path_factory: pytest.TempPathFactory, finish: Callable
     return root / "run"
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("seed", "overrides", "num_ends"),
     [
@@ -224,7 +224,7 @@ def test_a_run_that_was_ended_is_the_run_that_was_not(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_a_run_that_was_asked_to_end_is_the_run_that_was_not(task: Path, tmp_path: Path, start: Callable[..., Any], whole: Path) -> None:
     """Twice the same command."""
     directory = tmp_path / "run"
@@ -241,7 +241,7 @@ def test_a_run_that_was_asked_to_end_is_the_run_that_was_not(task: Path, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("num_engines", [1, 2])
 def test_a_run_whose_engine_died_is_the_run_whose_engine_did_not(
     task: Path, tmp_path: Path, start: Callable[..., Any], whole: Path, num_engines: int
@@ -258,7 +258,7 @@ def test_a_run_whose_engine_died_is_the_run_whose_engine_did_not(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_a_run_ended_four_times_loses_nothing_of_later_steps(task: Path, tmp_path: Path, start: Callable[..., Any], whole: Path) -> None:
     """With `max_staleness` 1: every step once, the same prompts in the same order, no sample lost, made twice, or too old."""
     directory = tmp_path / "run"
@@ -281,7 +281,7 @@ def test_a_run_ended_four_times_loses_nothing_of_later_steps(task: Path, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_a_kill_inside_a_group_costs_only_unfinished_answers(task: Path, tmp_path: Path, start: Callable[..., Any]) -> None:
     """Engines that draw anew at every start, so that an equal answer is one that was kept."""
     directory = tmp_path / "run"
@@ -316,7 +316,7 @@ AGENT = "rollout.agent={function: tests.e2e.interviewer:ask_in_turn}"
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("turn", "form"), [(1, "environment"), (2, "environment"), (2, "agent")])
 def test_a_run_killed_between_turns_is_the_run_that_was_not(
     chat_task: Path, request: pytest.FixtureRequest, tmp_path: Path, start: Callable[..., Any], finish: Any, turn: int, form: str
