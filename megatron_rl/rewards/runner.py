@@ -10,10 +10,11 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any
 
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
+from pebble.pool import process
 
 from megatron_rl.config.eval_sets import EvalSet
 from megatron_rl.config.settings import RewardSettings
@@ -160,6 +161,8 @@ class RewardRunner(AbstractContextManager["RewardRunner", None]):
 
     def _make_pool(self) -> ProcessPool:
         start_tracker()
+        # Pebble (5.2.3) ends calls by the wall clock: all in progress where that is set forward.
+        process.time = SimpleNamespace(time=time.monotonic, sleep=time.sleep)
         return ProcessPool(max_workers=self._num_workers, context=WorkerContext(), initializer=lead_session, initargs=[self._log_path])
 
     async def _outcome(self, future: ProcessFuture[Any], *, pool: ProcessPool) -> list[Reward] | None:

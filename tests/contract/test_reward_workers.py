@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
@@ -72,6 +73,19 @@ def test_a_worker_has_the_users_keys_and_not_the_runs(monkeypatch: pytest.Monkey
         monkeypatch.setenv(name, "secret")
     with make_runner("keys") as runner:
         assert [reward.value for reward in score_all(runner, [make_sample("")])] == [10.0]
+
+
+def test_a_clock_set_forward_is_no_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> Reward:
+        runner.find_form()
+        call = asyncio.create_task(runner.score(make_sample("2")))
+        await asyncio.sleep(0.5)
+        now_s = time.time()
+        monkeypatch.setattr(time, "time", lambda: now_s + 3600)
+        return await call
+
+    with make_runner("waits") as runner:
+        assert asyncio.run(work()).outcome is RewardOutcome.SCORED
 
 
 def test_parts_of_a_reward_are_recorded_beside_it() -> None:
