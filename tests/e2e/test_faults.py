@@ -212,7 +212,7 @@ FAULTS: dict[str, Fault] = {
     "port stolen": Fault(steal_port, ENGINE_BACK, ("partial", "turns")),
     "reward workers killed": Fault(hit(KILL, "multiprocessing.spawn", all_of_them=True), "", ("sync", "async")),
     "tools killed": Fault(kill_tools, "", ("turns",)),
-    "clock jumps": Fault(jump, NO_FAULT, ("async", "partial"), words=("reward.args.seconds=0.2",)),
+    "clock jumps": Fault(jump, NO_FAULT, ("async", "partial"), words=("reward.args.seconds=8",)),
     "buffer locked": Fault(lock_buffer, "", ("async", "partial")),
     "network slow": Fault(nothing, "", ("colocated", "sync"), words=network("slow")),
     "network cut": Fault(nothing, "", ("sync", "async"), words=network("cut")),
