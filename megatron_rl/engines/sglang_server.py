@@ -48,7 +48,8 @@ def main() -> None:
     sglang_shims.hide_megatron()
     arguments = json.load(sys.stdin)
     on_cpu = arguments["device"] == "cpu"
-    deterministic = on_cpu and bool(arguments.get("enable_deterministic_inference"))
+    seeded = bool(arguments.get("enable_deterministic_inference"))
+    deterministic = on_cpu and seeded
     if on_cpu:
         sglang_shims.provide_vllm_operators()
         sglang_shims.fork_server_processes()
@@ -66,6 +67,8 @@ def main() -> None:
     sglang_shims.refuse_deadly_requests()
     sglang_shims.hide_the_key_in_logs()
     load_plugins()
+    if seeded:
+        sglang_shims.draw_each_request_by_its_own_seed()
     if on_cpu:
         from megatron_rl.engines.on_cpu.sglang_attention import register
 

@@ -16,6 +16,7 @@ from megatron_rl.engines.server_args import ENGINE_HEADER
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import GenerateReqInput
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
     from torch import Tensor
 
 
@@ -199,3 +200,26 @@ def allow_deterministic_inference() -> None:
     batch_invariant_ops.enable_batch_invariant_mode = enable_batch_invariant_mode
     sampler.murmur_hash32 = murmur_hash
     add_deterministic_attention_backend_choices(["torch_native"])
+
+
+def draw_each_request_by_its_own_seed() -> None:
+    """Let a seeded request's tokens depend on no other request, as `enable_deterministic_inference` says.
+
+    SGLang draws in the order of ids, or in that of probabilities for all requests of a batch of which
+    one is greedy or has top_k or top_p.
+    """
+    import torch
+    from sglang.srt.layers import sampler
+
+    draw_together = sampler.Sampler._sample_from_probs
+
+    def draw(
+        self: "sampler.Sampler", probs: "Tensor", info: "SamplingBatchInfo", positions: "Tensor", simple_sampling_case: bool
+    ) -> tuple["Tensor", Any]:
+        tokens, candidates = draw_together(self, probs, info, positions, simple_sampling_case)
+        if simple_sampling_case or info.sampling_seed is None:
+            return tokens, candidates
+        of_all = sampler.sampling_from_probs_torch(probs, sampling_seed=info.sampling_seed, positions=positions)
+        return torch.where((info.top_ks == sampler.TOP_K_ALL) & (info.top_ps == 1), of_all, tokens), candidates
+
+    sampler.Sampler._sample_from_probs = draw
