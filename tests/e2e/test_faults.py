@@ -23,7 +23,7 @@ from typing import Any
 
 import psutil
 import pytest
-from small_run import chat_arguments, metrics, rl_arguments
+from small_run import beyond_loopback, chat_arguments, listeners, metrics, rl_arguments
 
 from megatron_rl.engines.engine import FIRST_PORT, LAST_PORT
 from megatron_rl.report.status import report_status
@@ -390,6 +390,7 @@ def test_faults_one_after_the_other_lose_nothing(
             run.wait_until(says, what=FAULTS[name].says)
         run.wait_for(number_line(every * number + 2, num_steps))
         took_s[name] = time.monotonic() - begun_s
+    assert beyond_loopback(listeners(run)) == {}
     assert run.wait(WAIT_S) == 0, run.output
     print(f"{mode}: {', '.join(f'{name} {seconds:.0f} s' for name, seconds in took_s.items())}")
     assert_clean(run)

@@ -1,4 +1,4 @@
-"""Where the processes of a run listen, in each of its modes; those of the endpoint of agents are in test_environments."""
+"""Where the processes of a run listen, by how it syncs; test_environments has those of the endpoint, test_faults those of each mode."""
 
 import time
 from collections.abc import Callable

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_rl.engines.on_cpu.deterministic_cpu import murmur_hash
 from megatron_rl.engines.on_cpu.sglang_shims import (
     add_gated,
     check_request,
     compile_at_first_call,
+    draw_each_request_by_its_own_seed,
     hide_megatron,
     import_needed_models,
     take_cpu_for_the_device,
@@ -114,3 +116,28 @@ def test_a_server_refuses_what_its_scheduler_cannot_hold(ids: list[int], num: An
         with pytest.raises(ValueError, match=r"-2|32"):
             check_request(manager, SimpleNamespace(**whole), [1])  # type: ignore[arg-type]
     check_request(manager, SimpleNamespace(top_logprobs_num=32, logprob_start_len=0, sampling_params={"stop_token_ids": [31]}), [0, 31])  # type: ignore[arg-type]
+
+
+def test_a_seeded_draw_ignores_the_sampling_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of 0 to 3: all candidates, greedy, top-k, top-p; each alone and among the others."""
+    sampler = pytest.importorskip("sglang.srt.layers.sampler")
+    parts = SimpleNamespace(kernel=SimpleNamespace(sampling_backend="pytorch"))
+    monkeypatch.setattr(sampler, "get_exec", lambda: parts)
+    monkeypatch.setattr(sampler, "murmur_hash32", murmur_hash)
+    monkeypatch.setattr(sampler.Sampler, "_sample_from_probs", sampler.Sampler._sample_from_probs)
+    draw_each_request_by_its_own_seed()
+    probs, positions = torch.softmax(torch.randn(4, 50), -1), torch.tensor([5, 6, 7, 8])
+    top_ks, top_ps = torch.tensor([sampler.TOP_K_ALL, 1, 3, sampler.TOP_K_ALL], dtype=torch.int32), torch.tensor([1.0, 1.0, 1.0, 0.5])
+
+    def draw(rows: list[int], seed: int) -> list[int]:
+        given = {"sampling_mask_batch_indices": None, "need_min_p_sampling": False, "min_ps": torch.zeros(len(rows)), "max_top_k": None}
+        info = SimpleNamespace(top_ks=top_ks[rows], top_ps=top_ps[rows], sampling_seed=torch.full((len(rows),), seed), **given)
+        tokens, _ = sampler.Sampler._sample_from_probs(None, probs[rows], info, positions[rows], rows == [0])
+        return tokens.tolist()
+
+    drawn = {}
+    for seed in range(200):
+        drawn[seed] = draw([0, 1, 2, 3], seed)
+        assert drawn[seed] == [draw([row], seed)[0] for row in range(4)]
+    assert [len({tokens[row] for tokens in drawn.values()}) for row in (1, 2)] == [1, 3]
+    assert len({tokens[0] for tokens in drawn.values()}) > 20
