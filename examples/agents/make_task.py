@@ -1,6 +1,6 @@
 """Makes an example's task: a tiny Qwen3 model with random weights, its tokenizer and chat template, and the files of rows.
 
-    python -m examples.agents.make_task shop|nim|pair|black_box|reasoning DIRECTORY [--seed N]
+    python -m examples.agents.make_task shop|nim|pair|black_box|reasoning DIRECTORY [--seed N] [--held-out N]
 
 `supervised.jsonl` is the work of a teacher who knows the form of the task and is mostly wrong in it. It has a row for each
 message of the teacher, with all messages before as the prompt. A policy trained on it plays by the rules, and rarely well.
@@ -32,7 +32,7 @@ from examples.agents.nim import moves
 from examples.agents.pair import verifiers_question
 from examples.agents.shop import GOODS
 
-NUM_HELD_OUT, NUM_TRAIN, NUM_DEMONSTRATED = 128, 4096, 6000
+NUM_TRAIN, NUM_DEMONSTRATED = 4096, 6000
 MARKERS = ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<tool_call>", "</tool_call>")
 # Every message keeps its tokens when others follow. Tools are not listed: a model this small knows them from the teacher alone.
 TEMPLATE = (
@@ -202,14 +202,14 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def make_task(name: str, directory: Path, seed: int) -> None:
+def make_task(name: str, directory: Path, *, seed: int, num_held_out: int = 128) -> None:
     """Write the model and the files of rows; `directory` appears only when all of it is complete."""
     partial = directory.with_name(directory.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     module, teacher, pieces = EXAMPLES[name]
     endless = unlike(importlib.import_module(f"examples.agents.{module}").rows(seed))
-    held_out, train = (list(itertools.islice(endless, number)) for number in (NUM_HELD_OUT, NUM_TRAIN))
+    held_out, train = (list(itertools.islice(endless, number)) for number in (num_held_out, NUM_TRAIN))
     draw = random.Random(seed)
     taught = itertools.cycle(train)
     shown = (row for each in taught for conversation in teacher(each, draw) for row in supervised_rows(conversation))
@@ -231,10 +231,11 @@ def main() -> None:
     parser.add_argument("name", choices=EXAMPLES)
     parser.add_argument("directory", type=Path, help="where to put it; made if missing")
     parser.add_argument("--seed", type=int, default=1, help="of the rows, the teacher and the weights")
+    parser.add_argument("--held-out", type=int, default=128, metavar="N", help="number of held-out rows")
     arguments = parser.parse_args()
     if arguments.directory.exists():
         parser.exit(message=f"{arguments.directory} is there already\n")
-    make_task(arguments.name, arguments.directory, arguments.seed)
+    make_task(arguments.name, arguments.directory, seed=arguments.seed, num_held_out=arguments.held_out)
 
 
 if __name__ == "__main__":

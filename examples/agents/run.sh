@@ -12,9 +12,8 @@
 # Model      Qwen3 architecture, 0.3 M parameters, random weights made by code
 # Task       made by examples/agents/make_task.py; warm start on a teacher who knows the rules and is mostly wrong
 # Hardware   2 CPU cores, 8 GiB of memory
-# Duration   first call: set-up (2 minutes plus download) and then as a later call: 3 to 5 minutes, black_box 11 (measured on busy cores)
-# Expected   the reward rises to between 0.8 and 1 (examples/agents/README.md); of black_box, with 32 trajectories a step, it is noisy:
-#            0.47 rose to 0.83 in one run of seed 1, and to 0.94 and back to 0.49 in another
+# Duration   first call: set-up (2 minutes plus download) and then as a later call: 3 to 5 minutes, black_box 14 (measured on busy cores)
+# Expected   the reward rises to between 0.8 and 1 (examples/agents/README.md)
 #
 # Arguments of the form section.key=value go to the GRPO run, for example run.num_steps=60 or training.optimizer.lr=1e-4.
 # Everything that was started is stopped at the end, also after Ctrl-C.
@@ -24,12 +23,14 @@ source examples/steps.sh
 read_options "$@"
 
 name=${names[*]:-}
+held_out=128
 case $name in
     shop) own=(rollout.environment=examples.agents.shop:Shop) ;;
     nim) own=(rollout.environment=examples.agents.nim:Nim) ;;
     pair) own=("rollout.agent={function: examples.agents.pair:play}") ;;
-    # Each trajectory starts a Python, which imports openai for half a second.
-    black_box) own=("rollout.agent={command: [$python, examples/agents/black_box.py]}" data.prompts_per_step=8 data.samples_per_prompt=4 eval.interval=0) ;;
+    # Each trajectory starts a Python, which imports openai for a second.
+    black_box) own=("rollout.agent={command: [$python, examples/agents/black_box.py]}" data.prompts_per_step=16 data.samples_per_prompt=4 eval.interval=12)
+        held_out=64 ;;
     # One short answer a trajectory: steps take a second.
     reasoning) own=(reward.function=reasoning_gym run.num_steps=40 eval.interval=20) ;;
     *) fail "'$name' is no example, needs one of shop, nim, pair, black_box and reasoning (bash $0 --help)" ;;
@@ -42,7 +43,7 @@ timed_run setup bash tools/setup_env.sh
 [ "$name" != reasoning ] || timed_run tasks "$python" -m pip install --quiet --constraint tools/requirements/constraints.txt reasoning-gym
 
 phase "2/4 task and model in $directory"
-timed_run task "$python" -m examples.agents.make_task "$name" "$directory/task" --seed "$seed"
+timed_run task "$python" -m examples.agents.make_task "$name" "$directory/task" --seed "$seed" --held-out "$held_out"
 
 phase "3/4 supervised warm start"
 timed_run sft "$python" -m megatron_rl train examples/agents/sft.yaml \
