@@ -12,7 +12,7 @@
 # Model      Qwen3 architecture, 0.3 M parameters, random weights made by code
 # Task       made by examples/agents/make_task.py; warm start on a teacher who knows the rules and is mostly wrong
 # Hardware   2 CPU cores, 8 GiB of memory
-# Duration   first call: set-up (2 minutes plus download) and then as a later call: 3 to 5 minutes, black_box 14 (measured on busy cores)
+# Duration   first call: set-up (2 minutes plus download) and then as a later call: 3 to 5 minutes, black_box 24 (measured on busy cores)
 # Expected   the reward rises to between 0.8 and 1 (examples/agents/README.md)
 #
 # Arguments of the form section.key=value go to the GRPO run, for example run.num_steps=60 or training.optimizer.lr=1e-4.
