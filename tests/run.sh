@@ -9,7 +9,7 @@
 # MATRIX_FILE names a file, written; and it runs the gate's tests of several ranks once more under NCCL's rules (tests/rehearsal), and those of
 # ranks, engines and weights in a second environment with the releases of a GPU machine (Python 3.12, 11 GB; tools/setup_env.sh --rehearsal).
 # pytest arguments, such as -k packing or -x, go to every group of tests.
-# GPU tests run where there is a GPU. About 35 minutes on 2 cores; every section is run even when an earlier one fails.
+# GPU tests run where there is a GPU. About 25 minutes on 2 cores; every section is run even when an earlier one fails.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
