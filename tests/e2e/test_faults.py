@@ -158,7 +158,8 @@ def limit_memory(words: str) -> Callable[..., None]:
 
     def do(run: Any, directory: Path, stack: ExitStack) -> None:
         for process in run.members(words):
-            process.rlimit(resource.RLIMIT_AS, (2**20, 2**20))
+            for limit in (resource.RLIMIT_AS, resource.RLIMIT_DATA):  # the second for what malloc has reserved
+                process.rlimit(limit, (2**20, 2**20))
 
     return do
 
@@ -375,9 +376,11 @@ def test_a_fault_loses_nothing(
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize(("mode", "names"), chains())
 def test_faults_one_after_the_other_lose_nothing(
-    begin: Callable[..., Callable[..., Any]], tmp_path: Path, mode: str, names: Sequence[str]
+    begin: Callable[..., Callable[..., Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, names: Sequence[str]
 ) -> None:
     """Each comes three steps after the one before, when what the run says of that one is said."""
+    # The kernel is asked for a bucket of weights. Else an engine that gets no more memory has freed enough of it.
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "16384")
     every = 3
     num_steps = every * len(names) + 1
     run, took_s = begin(mode, f"run.num_steps={num_steps}", "rollout.engine_restarts=100", "runtime.restarts=100")(), dict[str, float]()
@@ -390,7 +393,8 @@ def test_faults_one_after_the_other_lose_nothing(
             run.wait_until(says, what=FAULTS[name].says)
         run.wait_for(number_line(every * number + 2, num_steps))
         took_s[name] = time.monotonic() - begun_s
-    assert beyond_loopback(listeners(run)) == {}
+    # A Ray that is not the run's own listens on all addresses.
+    assert run.roots or beyond_loopback(listeners(run)) == {}
     assert run.wait(WAIT_S) == 0, run.output
     print(f"{mode}: {', '.join(f'{name} {seconds:.0f} s' for name, seconds in took_s.items())}")
     assert_clean(run)
