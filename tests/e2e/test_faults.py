@@ -358,7 +358,7 @@ def test_a_fault_loses_nothing(
     starting = begin(mode, *fault.words, place=place)
     with ExitStack() as stack:
         run = starting()
-        run.wait_for(number_line(1, NUM_STEPS))
+        run.wait_for(number_line(1, NUM_STEPS), timeout_s=WAIT_S)
         fault.do(run, place / "run", stack)
         assert run.wait(WAIT_S) == fault.status, run.output
     said = " ".join(run.output.split())
@@ -385,13 +385,13 @@ def test_faults_one_after_the_other_lose_nothing(
     num_steps = every * len(names) + 1
     run, took_s = begin(mode, f"run.num_steps={num_steps}", "rollout.engine_restarts=100", "runtime.restarts=100")(), dict[str, float]()
     for number, name in enumerate(names):
-        run.wait_for(number_line(every * number + 1, num_steps))
+        run.wait_for(number_line(every * number + 1, num_steps), timeout_s=WAIT_S)
         before, begun_s = len(run.output), time.monotonic()
         with ExitStack() as stack:
             FAULTS[name].do(run, tmp_path / "run", stack)
             says = lambda name=name, before=before: re.search(FAULTS[name].says, " ".join(run.output[before:].split()))  # noqa: E731
-            run.wait_until(says, what=FAULTS[name].says)
-        run.wait_for(number_line(every * number + 2, num_steps))
+            run.wait_until(says, what=FAULTS[name].says, timeout_s=WAIT_S)
+        run.wait_for(number_line(every * number + 2, num_steps), timeout_s=WAIT_S)
         took_s[name] = time.monotonic() - begun_s
     # A Ray that is not the run's own listens on all addresses.
     assert run.roots or beyond_loopback(listeners(run)) == {}
