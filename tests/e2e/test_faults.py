@@ -229,7 +229,7 @@ FAULTS: dict[str, Fault] = {
         "Ray's control service at .* is gone;",
         ("partial", "colocated"),
         status=75,
-        words=("reward.args.seconds=0.6",),  # else the run ends before it is sure, after 10 s
+        words=("reward.args.seconds=6",),  # else the run ends before it is sure, after 10 s
     ),
     "node of the engine lost": Fault(lose_node("ray::EngineWorker"), ENGINE_BACK, ("nodes",)),
     "node of the ranks lost": Fault(lose_node(RANK), RANKS_BACK, ("nodes",)),
