@@ -128,7 +128,8 @@ def commands(name: str, *options: str) -> list[list[str]]:
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_commands_of_an_example_fit_together(name: str) -> None:
     task, sft, grpo = (words for words in commands(name, "--seed", "7", "run.num_steps=3") if "pip" not in words and "bash" not in words)
-    assert task[1:4] == ["-m", "examples.agents.make_task", name] and task[-2:] == ["--seed", "7"]
+    assert task[1:4] == ["-m", "examples.agents.make_task", name]
+    assert task[-4:] == ["--seed", "7", "--held-out", "64" if name == "black_box" else "128"]
 
     def settings(words: list[str]) -> Settings:
         assert words[1:4] == ["-m", "megatron_rl", "train"]
