@@ -138,13 +138,14 @@ class Evaluator:
         made = [version for answers in all_answers for answer in answers for version in answer.weight_versions]
         failed = [(answer.cause, answer.message) for answers in all_answers for answer in answers if answer.cause is not None]
         failures, messages = Counter(cause for cause, _ in failed), Counter(message.partition("\n")[0] for _, message in failed)
-        file.finish({
+        result = {
             "confidence": CONFIDENCE,
             "estimates": {key: asdict(estimate) for key, estimate in estimated.items()},
             "failures": failures,
             "weight_versions": [min(made), max(made)] if made else [],
             "seconds": round(time.monotonic() - begin_s, 3),
-        })  # fmt: skip
+        }
+        await asyncio.to_thread(file.finish, all_answers, result)
         return SetResult(name, estimated, failures, next((message for message, _ in messages.most_common(1)), ""), file.result)
 
     def _facts_of(self, name: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ def _scored(reward: Reward | None) -> dict[str, Any]:
 
 
 class AnswerFile:
-    """The answers of one set in `path`, a line each; those of a prompt are written at once.
+    """The answers of one set in `path`, a line each; those of a prompt are written at once, and put in order at the end.
 
     With `facts` in the file beside it equal to those of the answers that are there, an evaluation
     that was killed goes on: `kept` has the answers to each prompt that has all `num_samples`.
@@ -114,8 +115,9 @@ class AnswerFile:
         with disk_errors(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write("".join(map(_line, answers)))
 
-    def finish(self, values: Mapping[str, Any]) -> None:
-        """Write the result: the facts and these values."""
+    def finish(self, answers: Iterable[Iterable[Answer]], values: Mapping[str, Any]) -> None:
+        """Put all `answers` in this order, and write the result: the facts and these values."""
+        write_atomic(self.path, "".join(map(_line, chain.from_iterable(answers))))
         write_atomic(self.result, json.dumps({"facts": self._facts, **values}, indent=2, ensure_ascii=False) + "\n")
 
 

@@ -131,7 +131,7 @@ def test_a_run_through_the_router_is_the_run_without(task: Path, tmp_path: Path,
     """Engines are deterministic: also after the deaths of an engine and of the router, training is the same."""
     exact = ("rollout.sglang.enable_deterministic_inference=true", "rollout.sampling.max_response_tokens=8", "rollout.num_engines=2")
     exact += ("run.num_steps=6", "run.save_interval=1", "run.keep_checkpoints=100", "reward.function=tests.e2e.one_by_one:slow_score")
-    exact += ("reward.args={seconds: 0.02}", "eval={}")
+    exact += ("reward.args={seconds: 0.02}", "eval.interval=3")
     whole = start(*rl_arguments(task, tmp_path / "whole", *exact))
     assert whole.wait() == 0, whole.output
     run = start(*rl_arguments(task, tmp_path / "run", *exact, "rollout.sglang.router={cache_threshold: 0.5}"))
@@ -143,3 +143,5 @@ def test_a_run_through_the_router_is_the_run_without(task: Path, tmp_path: Path,
     assert run.survivors() == []
     assert len(re.findall(r"engine \d is back after \d+ s", " ".join(run.output.split()))) == 1, run.output
     assert_same_run(tmp_path / "run", tmp_path / "whole")
+    for path in (tmp_path / "whole" / "evaluation").rglob("*.jsonl"):
+        assert (tmp_path / "run" / path.relative_to(tmp_path / "whole")).read_text() == path.read_text()

@@ -38,8 +38,8 @@ def write_one(name: str, *, reward: float) -> None:
     write_summary(directory, Summary(status="finished", steps=2, seed=1, **rest))  # type: ignore[arg-type]
     file = AnswerFile(directory / "evaluation" / "step-000020" / "greedy.jsonl", facts={}, num_samples=1, goes_on=False)
     asked = {"prompt_id": "greedy-0", "index": 0, "prompt": "6*7=", "label": "42", "text": "42" if reward else "41"}
-    file.add([Answer(**asked, cause=None, reward=reward, correct=reward == 1.0)])  # type: ignore[arg-type]
-    file.finish({"estimates": {name: {"value": reward} for name in ("accuracy", "reward")}})
+    answer = Answer(**asked, cause=None, reward=reward, correct=reward == 1.0)  # type: ignore[arg-type]
+    file.finish([[answer]], {"estimates": {name: {"value": reward} for name in ("accuracy", "reward")}})
 
 
 def test_every_command_that_looks_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,20 +20,24 @@ SECOND: Rewards = [[1, 1, 1, 0], [1, 0], [1], [1, 1], [1], [1, 1, 1]]
 def write(directory: Path, rewards: Rewards, *, name: str = "held_out", label: str = "4", correct: bool = True) -> Path:
     """Keep answers with these rewards for each prompt; None is a failure."""
     file = AnswerFile(directory / f"{name}.jsonl", facts={}, num_samples=4, goes_on=False)
+    answers = []
     for prompt, values in enumerate(rewards):
         asked: dict[str, Any] = {"prompt_id": f"{name}-{prompt}", "prompt": f"2+{prompt}=", "label": label}
-        file.add(
-            Answer(
-                index=index,
-                **asked,
-                cause=None if value is not None else "reward_error",
-                reward=value,
-                correct=value == 1 if correct else None,
-            )
-            for index, value in enumerate(values)
+        answers.append(
+            [
+                Answer(
+                    index=index,
+                    **asked,
+                    cause=None if value is not None else "reward_error",
+                    reward=value,
+                    correct=value == 1 if correct else None,
+                )
+                for index, value in enumerate(values)
+            ]
         )
     every = [value for values in rewards for value in values if value is not None]
-    file.finish({"estimates": {"accuracy" if correct else "reward": {"value": sum(every) / max(len(every), 1)}, "reward": {"value": 0.5}}})
+    mean = {"accuracy" if correct else "reward": {"value": sum(every) / max(len(every), 1)}}
+    file.finish(answers, {"estimates": mean | {"reward": {"value": 0.5}}})
     return directory
 
 

@@ -84,9 +84,9 @@ def test_each_set_has_its_sampling_and_every_answer_is_kept(
 def test_a_killed_evaluation_goes_on_where_it_was(make_settings: Callable[..., Settings], tmp_path: Path) -> None:
     settings, file = make_settings(), tmp_path / "e" / "many.jsonl"
     (whole,), requests = evaluate(settings, tmp_path / "e", names=("many",))
-    lines = sorted(file.read_text().splitlines(keepends=True), key=lambda line: json.loads(line)["prompt_id"])
-    # Killed in the middle of the second prompt's lines.
-    cut = "".join(lines[:6]) + lines[6][:20]
+    lines = file.read_text().splitlines(keepends=True)
+    # The last prompt was the first, and the kill in the middle of another one's lines.
+    cut = "".join(lines[8:] + lines[:2]) + lines[2][:20]
     for changes, expected in (
         ({"goes_on": True}, 2),
         ({"goes_on": False}, requests),
@@ -96,7 +96,8 @@ def test_a_killed_evaluation_goes_on_where_it_was(make_settings: Callable[..., S
         file.with_suffix(".json").write_text(json.dumps({"facts": json.loads(whole.path.read_text())["facts"] | {"steps": 3}}))
         (again,), asked = evaluate(settings, tmp_path / "e", seed=9, names=("many",), **changes)
         assert asked == expected and again.estimates == whole.estimates
-        assert len(read_answers(file)) == 12
+        answers = [(answer.prompt_id, answer.index) for answer in read_answers(file)]
+        assert answers == [(f"many-{prompt}", index) for prompt in range(3) for index in range(4)]
 
 
 def test_answers_of_other_prompts_settings_or_failures_are_asked_again(
