@@ -45,8 +45,9 @@ class RewardRunner(AbstractContextManager["RewardRunner", None]):
 
     A call longer than `timeout_s` ends the worker and every process started there, and the worker
     is replaced. Calls requested in the same moment go to a worker together, as many as take `TASK_S`
-    at the recent pace. Where one call stops the worker, or hangs, all are repeated, each alone, so
-    that every call has a separate outcome. Workers are replaced when none takes a call for
+    at the recent pace, async ones up to MAX_CALLS; those requested while all workers have async calls
+    go to the next free one. Where one call stops the worker, or hangs, all are repeated, each alone,
+    so that every call has a separate outcome. Workers are replaced when none takes a call for
     REWARD_TAKE_S seconds; `note` is called before. Printed output goes to `log_path`, where given.
     `probe` finds out if the function is async, or takes the samples of a group, which are requested in
     the same moment.
@@ -62,8 +63,9 @@ class RewardRunner(AbstractContextManager["RewardRunner", None]):
         self._call_s = TASK_S
         # Awaited calls, the time when one was last begun or finished, and if a lack was noted.
         self._num_calls, self._progress_s, self._noted = 0, 0.0, False
-        # The collected calls, and the task that makes them.
+        # The collected calls with the task that is to make them, and such tasks at work.
         self._together: tuple[list[Sample], asyncio.Task[list[Reward]]] | None = None
+        self._at_work: set[asyncio.Task[Any]] = set()
         self.form: Form = "sample"
         """Found by `probe`."""
         self._pool = self._make_pool()
@@ -118,9 +120,14 @@ class RewardRunner(AbstractContextManager["RewardRunner", None]):
         return (await asyncio.shield(task))[index]
 
     async def _score_collected(self, samples: list[Sample]) -> list[Reward]:
-        """Return the rewards of `samples`, collected until this task has its first turn."""
+        """Return the rewards of `samples`, collected until this task has its first turn, or an async call a free worker."""
+        while self.form == "async" and len(self._at_work) >= self._num_workers:
+            await asyncio.wait(self._at_work, return_when=asyncio.FIRST_COMPLETED)
         if self._together is not None and self._together[0] is samples:
             self._together = None
+        if (task := asyncio.current_task()) is not None:
+            self._at_work.add(task)
+            task.add_done_callback(self._at_work.discard)
         if self.form == "group":
             ids = [sample.group_id for sample in samples]
             tasks = [[index for index, name in enumerate(ids) if name == group] for group in dict.fromkeys(ids)]

@@ -63,6 +63,26 @@ def test_async_calls_wait_together_in_one_worker() -> None:
     assert time.monotonic() - begin_s < 35
 
 
+def test_async_calls_that_come_while_the_worker_waits_go_to_it_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    together, call = list[int](), RewardRunner._call
+    monkeypatch.setattr(RewardRunner, "_call", lambda runner, samples: (together.append(len(samples)), call(runner, samples))[1])
+
+    async def work(runner: RewardRunner) -> list[Reward]:
+        first = asyncio.ensure_future(runner.score(Sample.written(PROMPT, text="1.5")))
+        asked = [first]
+        for number in range(1, 6):
+            await asyncio.sleep(0.05)
+            asked.append(asyncio.ensure_future(runner.score(Sample.written(PROMPT, text=f"0.{number}"))))
+        assert not first.done()
+        return await asyncio.gather(*asked)
+
+    with RewardRunner(RewardSettings(function="rewards_under_test:later_by_response")) as runner:
+        runner.probe(PROMPT, response="0")
+        for _ in range(2):
+            assert all(reward.value is not None for reward in asyncio.run(work(runner)))
+    assert together == [1, *[1, 5] * 2]
+
+
 def test_async_calls_have_separate_outcomes() -> None:
     (found,) = scored("later_by_response", ["0", "60", "raise", "0"], timeout_s=1.0)
     assert [reward.outcome for reward in found] == [SCORED, TIMEOUT, ERROR, SCORED]
