@@ -1,10 +1,11 @@
 """What faults cost a run on the real server: an engine's return in cold starts, and the time that each fault takes from the steps.
 
-    python tools/bench/faults.py [--every 8] [--turns 2] [--task DIRECTORY]
+    python tools/bench/faults.py [--every 8] [--turns 2] [--wait-s 3] [--task DIRECTORY]
 
 One run of the arithmetic example with two ranks and two engines goes on through `--turns` of every fault, one at every `--every` steps.
-A cold start is that of such an engine by itself, before the run; an engine's return counts from its death to "is back", which includes
-the noticing, a new actor and its imports; goal 1.2 cold starts. The back-off of later deaths (1, 3, 7 s) is told apart.
+A cold start is that of such an engine by itself, before the run, the faster of two; an engine's return counts from its death to "is
+back", which includes the noticing, a new actor and its imports; goal 1.2 cold starts. The back-off of later deaths (1, 3, 7 s) is told
+apart. Each reward waits `--wait-s` seconds, so that a start has the cores to itself; with 0 it shares them with ranks and engines.
 
 The cost of a fault is the time of the steps from the fault on to the next one beyond that of as many undisturbed steps (their median).
 Its share of the throughput is that of one such fault in an hour. Ranks go back to the checkpoint of the step before, and load it anew.
@@ -12,6 +13,7 @@ Its share of the throughput is that of one such fault in an hour. Ranks go back 
 
 import argparse
 import contextlib
+import os
 import re
 import statistics
 import subprocess
@@ -21,6 +23,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -36,22 +39,29 @@ FAULTS = {
     "a rank of two": "ray::TrainerWorker",
     "all reward workers": "multiprocessing.spawn",
 }
+WAITING = """import asyncio
+from examples.arithmetic import reward
+async def score(*, sample, wait_s: float):
+    await asyncio.sleep(wait_s)
+    return reward.score(sample=sample)
+"""
 STEP = re.compile(r"^ *(\d+)/\d+ ")
 BACK = re.compile(r"engine (\d) is back after (\d+) s")
 
 
-def overrides(task: Path, *, num_steps: int) -> list[str]:
+def overrides(task: Path, *, num_steps: int, wait_s: float) -> list[str]:
     """Return the run's settings: small, saved at every step."""
     paths = [f"run.directory={task.parent}/run", f"model.path={task}/model", f"data.train={task}/train.jsonl", "eval={}"]
+    paths += ["reward.function=waiting:score", f"reward.args={{wait_s: {wait_s}}}"]
     sizes = ["data.prompts_per_step=16", "data.samples_per_prompt=4", f"run.num_steps={num_steps}", "run.save_interval=1"]
     sizes += ["training.schedule.warmup_steps=1"]
     counts = ["rollout.num_engines=2", "training.topology.num_ranks=2", "run.keep_checkpoints=1"]
     return [*paths, *sizes, *counts, "runtime.restarts=1000", "rollout.engine_restarts=1000"]
 
 
-def cold_start_s(task: Path, example: Path) -> float:
+def cold_start_s(task: Path, example: Path, *, wait_s: float) -> float:
     """Return the seconds of one engine's start by itself."""
-    settings = load_settings(example, overrides(task, num_steps=100))
+    settings = load_settings(example, overrides(task, num_steps=100, wait_s=wait_s))
     engine = Engine(
         engine_arguments(settings, model=EngineModel(settings.model.path), device_kind="cpu"), log_path=task.parent / "engine.log"
     )
@@ -87,6 +97,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--every", type=int, default=8, help="steps from one fault to the next")
     parser.add_argument("--turns", type=int, default=2, help="times of each fault")
+    parser.add_argument("--wait-s", type=float, default=3.0, help="seconds that each reward waits, with idle cores")
     parser.add_argument("--task", type=Path, help="a directory of examples/arithmetic/make_task.py; made where not given")
     asked = parser.parse_args()
     example = ROOT / "examples" / "arithmetic" / "grpo.yaml"
@@ -96,11 +107,14 @@ def main() -> int:
             subprocess.run([sys.executable, ROOT / "examples/arithmetic/make_task.py", task, "--seed", "1"], check=True)
         else:
             task.symlink_to(asked.task.absolute())
-        cold_s = cold_start_s(task, example)
+        (task.parent / "waiting.py").write_text(WAITING)
+        cold_s = min(cold_start_s(task, example, wait_s=asked.wait_s) for _ in range(2))
         plan = {(number + 1) * asked.every: name for number, name in enumerate(list(FAULTS) * asked.turns)}
         num_steps = (len(plan) + 1) * asked.every
-        command = [sys.executable, "-m", "megatron_rl", "train", example, *overrides(task, num_steps=num_steps)]
-        run = subprocess.Popen(list(map(str, command)), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        command = [sys.executable, "-m", "megatron_rl", "train", example, *overrides(task, num_steps=num_steps, wait_s=asked.wait_s)]
+        form: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{task.parent}"}
+        run = subprocess.Popen(list(map(str, command)), cwd=ROOT, env=environment, **form)
         ends, backs, printed = dict[int, float](), list[tuple[int, float]](), list[str]()
         for now_s, line in lines_of(run):
             printed.append(line)
