@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.algorithms.advantage import group_advantages
 from megatron_rl.algorithms.aggregation import Sequences
@@ -54,6 +55,7 @@ def check(
 
     Those that get a prompt get the first row of `data`, if given.
     """
+    chat = None if model is None else (load_tokenizer(model), model_type(model))
     row = None
     if data is not None:
         settings = DataSettings(train=data)
@@ -65,7 +67,7 @@ def check(
         return
     yield Check("it can be imported and called with its arguments")
     takes_row = {"reward": _try_reward, "rollout": _try_rollout, "environment": _try_environment}
-    attempts = takes_row[kind](path, args, model, row) if kind in takes_row else _TRIALS[kind](path, args)
+    attempts = takes_row[kind](path, args, chat, row) if kind in takes_row else _TRIALS[kind](path, args)
     promise = None
     while True:
         try:
@@ -96,9 +98,11 @@ def require(path: str, kind: PluginKind, args: Mapping[str, Any]) -> None:
 
 Attempts = Iterator[str | Check]
 """Promises in words, and notes. What follows a promise tries it, and raises UserError where it is broken."""
+Chat = tuple[PreTrainedTokenizerBase, str | None]
+"""A model's tokenizer and model_type."""
 
 
-def _try_reward(path: str, args: Mapping[str, Any], model: Path | None, row: Row | None) -> Attempts:
+def _try_reward(path: str, args: Mapping[str, Any], chat: Chat | None, row: Row | None) -> Attempts:
     prompt = prompt_of(row)
     with RewardRunner(RewardSettings(function=path, args=dict(args))) as runner:
         yield "any response gets a finite reward"
@@ -124,7 +128,7 @@ def score_all(runner: RewardRunner, prompt: Prompt) -> list[Reward]:
     return asyncio.run(work())
 
 
-def _try_environment(path: str, args: Mapping[str, Any], model: Path | None, row: Row | None) -> Attempts:
+def _try_environment(path: str, args: Mapping[str, Any], chat: Chat | None, row: Row | None) -> Attempts:
     prompt = prompt_of(row)
     call = {"id": "call_0", "type": "function", "function": {"name": "no_such_tool", "arguments": {}}}
 
@@ -157,19 +161,19 @@ def _try_environment(path: str, args: Mapping[str, Any], model: Path | None, row
             yield Check("an end has a reward", "note", "the answer '4' ended it without one, so that a run needs reward.function")
         yield "a call that no tool takes gets an answer"
         last_answer(*({"role": "assistant", "content": "", "tool_calls": [each]} for each in calls))
-    if model is not None:
-        yield from _rollout_promises(RolloutSettings(environment=path, args=dict(args)), model, row)
+    if chat is not None:
+        yield from _rollout_promises(RolloutSettings(environment=path, args=dict(args)), chat, row)
 
 
-def _try_rollout(path: str, args: Mapping[str, Any], model: Path | None, row: Row | None) -> Attempts:
+def _try_rollout(path: str, args: Mapping[str, Any], chat: Chat | None, row: Row | None) -> Attempts:
     if not is_agent(path):
-        yield from _rollout_promises(RolloutSettings(function=path, args=dict(args)), model, row)
-    elif model is not None:
-        yield from _rollout_promises(RolloutSettings(agent=AgentSettings(function=path), args=dict(args)), model, row)
+        yield from _rollout_promises(RolloutSettings(function=path, args=dict(args)), chat, row)
+    elif chat is not None:
+        yield from _rollout_promises(RolloutSettings(agent=AgentSettings(function=path), args=dict(args)), chat, row)
 
 
-def _rollout_promises(settings: RolloutSettings, model: Path | None, row: Row | None) -> Attempts:
-    tokenizer, kind = (None, None) if model is None else (load_tokenizer(model), model_type(model))
+def _rollout_promises(settings: RolloutSettings, chat: Chat | None, row: Row | None) -> Attempts:
+    tokenizer, kind = chat or (None, None)
     trial = RolloutTrial(settings, tokenizer=tokenizer, model_type=kind, row=row)
     yield "one prompt becomes as many trajectories as are asked for"
     trial.run()
