@@ -65,6 +65,16 @@ def test_a_plugin_is_tried_on_a_row_with_its_fields(
     assert "--data is" in (said := capsys.readouterr().err) and "the kind filter gets no prompt; leave it out" in said
 
 
+def test_a_model_that_is_not_there_is_no_fault_of_the_plugin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "plugins_by_row.py").write_text(PLUGINS)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["check-plugin", "plugins_by_row:Bare", "--model", str(tmp_path / "none")]) == 2
+    said = capsys.readouterr()
+    assert "none, which is not a directory" in said.err and not said.out
+
+
 @pytest.mark.parametrize("part", ["reset", "step", "the tool wait"])
 def test_the_part_without_an_answer_is_named(
     part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
