@@ -63,9 +63,10 @@ class RewardRunner(AbstractContextManager["RewardRunner", None]):
         self._call_s = TASK_S
         # Awaited calls, the time when one was last begun or finished, and if a lack was noted.
         self._num_calls, self._progress_s, self._noted = 0, 0.0, False
-        # The collected calls with the task that is to make them, and such tasks at work.
-        self._together: tuple[list[Sample], asyncio.Task[list[Reward]]] | None = None
-        self._at_work: set[asyncio.Task[Any]] = set()
+        # Calls that no worker has, with their rewards to come; the task that gives them; those that wait for workers.
+        self._waiting: dict[asyncio.Future[Reward], Sample] = {}
+        self._giving: asyncio.Task[None] | None = None
+        self._given: set[asyncio.Task[None]] = set()
         self.form: Form = "sample"
         """Found by `probe`."""
         self._pool = self._make_pool()
@@ -109,34 +110,47 @@ class RewardRunner(AbstractContextManager["RewardRunner", None]):
 
     async def score(self, sample: Sample) -> Reward:
         """Return the reward of one sample. Never raises for what the user's function does."""
-        if self._together is None:
-            collected: list[Sample] = []
-            self._together = collected, asyncio.create_task(self._score_collected(collected))
-        samples, task = self._together
-        index = len(samples)
         # Experts are megabytes of a long sample, and no reward needs records of an engine.
         records = sample.routed_experts is not None or sample.candidates is not None
-        samples.append(replace(sample, routed_experts=None, candidates=None) if records else sample)
-        return (await asyncio.shield(task))[index]
+        made: asyncio.Future[Reward] = asyncio.get_running_loop().create_future()
+        self._waiting[made] = replace(sample, routed_experts=None, candidates=None) if records else sample
+        if self._giving is None or self._giving.done():
+            self._giving = asyncio.create_task(self._give())
+        try:
+            return await made
+        finally:
+            self._waiting.pop(made, None)  # of a caller that no longer waits
 
-    async def _score_collected(self, samples: list[Sample]) -> list[Reward]:
-        """Return the rewards of `samples`, collected until this task has its first turn, or an async call a free worker."""
-        while self.form == "async" and len(self._at_work) >= self._num_workers:
-            await asyncio.wait(self._at_work, return_when=asyncio.FIRST_COMPLETED)
-        if self._together is not None and self._together[0] is samples:
-            self._together = None
-        if (task := asyncio.current_task()) is not None:
-            self._at_work.add(task)
-            task.add_done_callback(self._at_work.discard)
+    async def _give(self) -> None:
+        """Give workers the calls requested until this task has its first turn, and async ones until a worker is free."""
+        while self._waiting:
+            while self.form == "async" and len(self._given) >= self._num_workers:
+                await asyncio.wait(self._given, return_when=asyncio.FIRST_COMPLETED)
+            for calls in self._parts():
+                task = asyncio.create_task(self._score_part({made: self._waiting.pop(made) for made in calls}))
+                self._given.add(task)
+                task.add_done_callback(self._given.discard)
+
+    def _parts(self) -> list[list[asyncio.Future[Reward]]]:
+        """Return the waiting calls, by those that go to a worker together."""
+        calls = list(self._waiting)
         if self.form == "group":
-            ids = [sample.group_id for sample in samples]
-            tasks = [[index for index, name in enumerate(ids) if name == group] for group in dict.fromkeys(ids)]
-        else:
-            size = MAX_CALLS if self.form == "async" else max(1, min(MAX_CALLS, math.ceil(TASK_S / self._call_s)))
-            tasks = [list(range(begin, len(samples)))[:size] for begin in range(0, len(samples), size)]
-        made = await asyncio.gather(*(self._score([samples[index] for index in task]) for task in tasks))
-        found = {index: reward for task, rewards in zip(tasks, made, strict=True) for index, reward in zip(task, rewards, strict=True)}
-        return [found[index] for index in range(len(samples))]
+            ids = [self._waiting[made].group_id for made in calls]
+            return [[made for made, name in zip(calls, ids, strict=True) if name == group] for group in dict.fromkeys(ids)]
+        size = MAX_CALLS if self.form == "async" else max(1, min(MAX_CALLS, math.ceil(TASK_S / self._call_s)))
+        return [calls[begin : begin + size] for begin in range(0, len(calls), size)]
+
+    async def _score_part(self, calls: Mapping[asyncio.Future[Reward], Sample]) -> None:
+        try:
+            rewards = await self._score(list(calls.values()))
+        except Exception as error:  # every caller gets it
+            for made in calls:
+                if not made.done():
+                    made.set_exception(error)
+            return
+        for made, reward in zip(calls, rewards, strict=True):
+            if not made.done():
+                made.set_result(reward)
 
     async def _score(self, samples: Sequence[Sample]) -> list[Reward]:
         # When all workers are lost while none is at work (the system may kill idle ones for memory), again.

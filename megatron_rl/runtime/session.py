@@ -89,7 +89,7 @@ def _begin(start: RunStart, *, resume: bool, replay: Path | None, console: RunCo
     if not settings.supervised and replay is None:
         colocate, kind = settings.runtime.colocate, cluster_device_kind()
         console.say(f"weight sync: {weight_sync(settings.weight_transport, settings.weights, colocate=colocate, device_kind=kind)}")
-        if settings.reward.function is not None:
+        if settings.reward.function is not None or any(each.reward for each in settings.eval.sets.values()):
             console.say(f"what the reward function prints is in {reward_log(directory)}")
     write_atomic(directory / SETTINGS_FILE, dump_settings(settings))
     # An earlier life of the run may have ended, but this one has not.

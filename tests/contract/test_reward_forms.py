@@ -63,24 +63,47 @@ def test_async_calls_wait_together_in_one_worker() -> None:
     assert time.monotonic() - begin_s < 35
 
 
-def test_async_calls_that_come_while_the_worker_waits_go_to_it_together(monkeypatch: pytest.MonkeyPatch) -> None:
+async def ask(runner: RewardRunner, *responses: str) -> list[asyncio.Task[Reward]]:
+    """Calls that have begun."""
+    asked = [asyncio.create_task(runner.score(Sample.written(PROMPT, text=text))) for text in responses]
+    await asyncio.sleep(0.05)
+    return asked
+
+
+def test_async_calls_that_come_while_all_workers_wait_go_to_one_together(monkeypatch: pytest.MonkeyPatch) -> None:
     together, call = list[int](), RewardRunner._call
     monkeypatch.setattr(RewardRunner, "_call", lambda runner, samples: (together.append(len(samples)), call(runner, samples))[1])
 
-    async def work(runner: RewardRunner) -> list[Reward]:
-        first = asyncio.ensure_future(runner.score(Sample.written(PROMPT, text="1.5")))
-        asked = [first]
-        for number in range(1, 6):
-            await asyncio.sleep(0.05)
-            asked.append(asyncio.ensure_future(runner.score(Sample.written(PROMPT, text=f"0.{number}"))))
-        assert not first.done()
-        return await asyncio.gather(*asked)
+    async def work(runner: RewardRunner) -> None:
+        asked = await ask(runner, *["2"] * 100)
+        for _ in range(5):
+            asked += await ask(runner, "0.1")
+        left = asked.pop()
+        left.cancel()
+        assert all(reward.value == 1.0 for reward in await asyncio.gather(*asked))
 
-    with RewardRunner(RewardSettings(function="rewards_under_test:later_by_response")) as runner:
+    with RewardRunner(RewardSettings(function="rewards_under_test:later_by_response"), num_workers=2) as runner:
         runner.probe(PROMPT, response="0")
         for _ in range(2):
-            assert all(reward.value is not None for reward in asyncio.run(work(runner)))
-    assert together == [1, *[1, 5] * 2]
+            asyncio.run(work(runner))
+    assert together == [1, *[64, 36, 4] * 2]
+
+
+def test_async_calls_wait_for_no_slower_ones_of_another_worker_and_outlast_an_event_loop() -> None:
+    async def work(runner: RewardRunner) -> None:
+        *fast, slow, slow_too = await ask(runner, *["0"] * 64, "20", "20")
+        await asyncio.wait(fast)
+        assert not slow.done() and not slow_too.done()
+        await ask(runner, *["0"] * 64, "20")
+
+    async def one(runner: RewardRunner) -> Reward:
+        (task,) = await ask(runner, "0")
+        return await task
+
+    with RewardRunner(RewardSettings(function="rewards_under_test:later_by_response"), num_workers=2) as runner:
+        runner.probe(PROMPT, response="0")
+        asyncio.run(work(runner))
+        assert asyncio.run(one(runner)).value == 1.0
 
 
 def test_async_calls_have_separate_outcomes() -> None:
