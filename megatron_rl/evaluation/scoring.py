@@ -118,7 +118,7 @@ async def _score(samples: Sequence[Sample], reward: RewardSettings, name: str) -
     workers = reward_workers()
     with RewardRunner(reward, num_workers=workers) as runner:
         runner.probe(samples[0].prompt)
-        # No call waits for a worker, so that its seconds are its own.
+        # No call waits for a worker, so that its seconds are its own, and of async calls those of the slowest one beside it.
         slots, begin_s = asyncio.Semaphore(workers * (MAX_CALLS if runner.form == "async" else 1)), time.monotonic()
         groups: dict[str, list[int]] = {}
         for number, sample in enumerate(samples):
