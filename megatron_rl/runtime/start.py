@@ -133,7 +133,7 @@ class RunStart:
             self.report.note(f"{state}; Python stacks of the run's processes are in {self._stacks}")
 
     def _begin_stacks(self) -> None:
-        """Let this process and those started from now on write their stacks when asked."""
+        """Let the processes started from now on write their stacks when asked."""
         if STACKS_VARIABLE not in os.environ:
             self._stack.enter_context(stacks_to(self._stacks))
 

@@ -27,7 +27,7 @@ hanging_here()
 
 @pytest.fixture
 def path(tmp_path: Path) -> Iterator[Path]:
-    """The file of stacks, to which this process writes, too."""
+    """The file of stacks."""
     path = tmp_path / "logs" / "stacks.txt"
     with stacks_to(path):
         yield path
@@ -49,7 +49,10 @@ def test_stacks_of_this_process_and_its_children(child: "subprocess.Popen[str]",
     write_stacks(path, title="training of step 3 has taken 40 s", others=["rank 7\nfar away"])
     text = path.read_text()
     assert "training of step 3 has taken 40 s" in text and text.endswith("\nrank 7\nfar away\n")
-    assert f"process {os.getpid()}" in text and "test_stacks_of_this_process" in text
+    own, _, rest = text.partition(f"process {os.getpid()}")[2].partition("== process")
+    assert "Thread MainThread (most recent call first)" in own and "in test_stacks_of_this_process" in own and rest
+    assert own.index("in write_stacks") < own.index("in test_stacks_of_this_process")
+    assert not stacks._answers(os.getpid()), "its threads run, so that a handler in C could crash it"
     part = text.partition(f"process {child.pid}")[2]
     assert "sleeping" in part and "s of CPU" in part
     # A process without a handler gets no signal, which would end it.
