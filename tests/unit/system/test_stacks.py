@@ -66,6 +66,7 @@ def test_a_stopped_process_is_named(path: Path, monkeypatch: pytest.MonkeyPatch)
     with subprocess.Popen([sys.executable, "-c", HANGING, "answers"], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGSTOP)
+        os.waitpid(process.pid, os.WUNTRACED)
         write_stacks(path, title="late")
         process.kill()
     part = path.read_text().partition(f"process {process.pid}")[2]
